@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import os
 import sys
 import threading
@@ -25,8 +24,7 @@ from jetrl_patch.patching.patch import OnImport, Patch, apply_patch, find_target
 __all__ = [
     "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with",
     "asked_config", "begin", "disable", "enable", "end", "failure", "is_active", "plan", "preview", "register_backend",
-    "register_cut", "register_guarded", "register_layers", "require_active", "run_notes", "status", "while_active",
-    "while_config",
+    "register_cut", "register_guarded", "register_layers", "require_active", "run_notes", "status",
 ]  # fmt: skip
 
 
@@ -315,7 +313,7 @@ class Session:
         def on_import(module: ModuleType) -> None:
             try:
                 if isinstance(planned.what, Patch):
-                    apply_patch(planned.what, module, self.journal)
+                    apply_patch(planned.what, module, self.journal, _gate(planned.what))
                 else:
                     _run(planned.what, module, self.journal)
                 planned.applied = True
@@ -345,6 +343,17 @@ def plan(config: Config, adapters: Sequence[registry.Adapter]) -> Session:
             _check_target(what)
             planned.append(Planned(what))
     return Session(config, adapters, versions, planned)
+
+
+def _gate(patch: Patch) -> Callable[[], bool] | None:
+    """What the replacement of a patch asks at each call; None if it runs in every process.
+
+    ``disable()`` restores every attribute, but a caller may still hold the replacement: a bound method, a name imported from
+    another module, a class that Ray copied. So a replacement runs only in a patched process, and needs no check of its own.
+    """
+    if patch.always:
+        return None
+    return is_active if patch.when is None else functools.partial(active_with, patch.when)
 
 
 def _wanted(what: Patch | OnImport, config: Config) -> bool:
@@ -540,48 +549,3 @@ def _abandon(session: Session, error: BaseException) -> None:
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-# ---- Replacements that call the original while the process is not patched ------------------------
-# ``disable()`` restores every attribute, but a caller may still hold the replacement: a bound method, a name imported from
-# another module, a class that Ray copied. So a patch marks its ``make`` with ``@while_active``, and the replacement needs no
-# check of its own. Unmarked are replacements that must act in an unpatched process too, such as the one that makes an
-# unpatched worker refuse a patched trainer's command.
-
-Make = Callable[[Any], Callable[..., Any]]
-
-
-def while_config(wanted: Callable[[Config], bool] | None) -> Callable[[Make], Make]:
-    """Like ``while_active``, but only for settings that ``wanted`` accepts; ``None`` accepts all of them, unread.
-
-    The check runs at each call; for a coroutine, when it is awaited.
-    """
-
-    def mark(make: Make) -> Make:
-        @functools.wraps(make)
-        def marked(original: Any) -> Callable[..., Any]:
-            replacement = make(original)
-
-            def chosen() -> Any:
-                on = is_active() and (wanted is None or wanted(active_config()))
-                return replacement if on else original
-
-            if inspect.iscoroutinefunction(replacement):
-
-                async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-                    return await chosen()(*args, **kwargs)
-
-                return asynchronous
-
-            def gated(*args: Any, **kwargs: Any) -> Any:
-                return chosen()(*args, **kwargs)
-
-            return gated
-
-        return marked
-
-    return mark
-
-
-#: marks a ``make`` whose replacement calls the original in an unpatched process
-while_active = while_config(None)

@@ -111,11 +111,13 @@ EVERY_MODE: tuple[Patch, ...] = (
     ),
     Patch(
         "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", transport.update_weight,
+        always="a patched trainer's order is an error in an unpatched engine",
         reason="OpenRLHF's vLLM worker loads only BF16 weights and does not check what arrived",
         remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
     ),
     Patch(
         "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight_cuda_ipc", transport.update_weight_cuda_ipc,
+        always="a patched trainer's order is an error in an unpatched engine",
         reason="OpenRLHF's colocated vLLM worker loads only BF16 weights and does not check what arrived",
         remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
     ),
@@ -143,6 +145,7 @@ EVERY_MODE: tuple[Patch, ...] = (
 SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         "openrlhf.models.actor", "Actor.forward", logprob.actor_forward,
+        when=lambda config: config.same_log_probs,
         reason="vLLM masks EOS at the first token of a response (min_tokens=1) but OpenRLHF's trainer does not; its log-prob "
         "function must know where responses begin",
         remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or Actor.forward masks EOS at the first response "
@@ -150,12 +153,14 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     ),
     Patch(
         "openrlhf.models.actor", "log_probs_from_logits", logprob.log_probs_from_logits,
+        when=lambda config: config.same_log_probs,
         reason="OpenRLHF's log-probs depend on the logits' dtype and the installed library, and on how CUDA divides by a "
         "Python number; vLLM divides by a tensor and computes log-softmax in FP32",
         remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(
         "openrlhf.models.actor", "compute_entropy", logprob.compute_entropy,
+        when=lambda config: config.same_log_probs,
         reason="the patched log_probs_from_logits applies the temperature itself, so OpenRLHF's entropy would get logits "
         "without it",
         remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
@@ -163,6 +168,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator._process_response_into_experience",
         logprob.process_response,
+        when=lambda config: config.exact,
         reason="OpenRLHF's mask merges two agent turns without feedback between them, so the trainer would not mask EOS at the "
         "start of the second, as vLLM does",
         remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or its experiences keep action_ranges",
@@ -193,12 +199,14 @@ CORRECTION = Patch(
 SAME_WEIGHTS: tuple[Patch, ...] = (
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", model.ppo_train,
+        when=lambda config: config.fp8_train,
         reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
         "would quantize it again",
         remove_when=_FIRST,
     ),
     Patch(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", model.optimizer_step,
+        when=lambda config: config.fp8_train,
         reason="DeepSpeed updates the weights between two micro-batches in ways that the tensors do not show",
         remove_when=_FIRST,
     ),

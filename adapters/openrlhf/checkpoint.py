@@ -11,7 +11,6 @@ from jetrl_patch import session
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.fp8.scaling import RECORD, take_over
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
@@ -30,7 +29,6 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
             yield from raised(lambda: record.check(folder, config, elsewhere="--ckpt.path"))
 
 
-@while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DeepspeedStrategy.save_ckpt``: add ``invariant_scale`` to the client state, and ``jetrl.json`` to the tag's folder.
 
@@ -64,7 +62,6 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_ckpt
 
 
-@while_active
 def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DeepspeedStrategy.load_ckpt``: compare the recorded settings and ``invariant_scale`` with those of the run.
 

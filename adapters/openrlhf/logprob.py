@@ -13,7 +13,6 @@ from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import attention
-from jetrl_patch.session import while_active, while_config
 from jetrl_patch.trainer.audit import sample
 
 __all__ = [
@@ -39,7 +38,6 @@ def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
     return all(found.rollout_log_probs is not None and bool(are_current(found).all()) for found in samples)
 
 
-@while_active
 def dispatch_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RemoteExperienceMaker._dispatch_forward``: the policy's log-probs are those of the samples."""
 
@@ -89,7 +87,6 @@ def names(experience: Any) -> list[str]:
     return [f"a sample of prompt {prompt!r:.60}" for prompt in experience.prompts or ()]
 
 
-@while_active
 def training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorPPOTrainer.training_step``: in the first update after a sync, its forward pass checks the old log-probs."""
 
@@ -126,8 +123,6 @@ def check_forward(log_probs: Any) -> None:
 #: a banned logit: its exp is 0, like that of -inf
 BANNED = -1e30
 
-_same_log_probs = while_config(lambda config: config.same_log_probs)
-
 #: the largest ``min_tokens`` that the trainer reproduces
 MIN_TOKENS = 1
 
@@ -152,7 +147,6 @@ class _Batch:
 _batch: ContextVar[_Batch | None] = ContextVar("jetrl_batch", default=None)
 
 
-@_same_log_probs
 def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs, and check those of an update.
 
@@ -201,7 +195,6 @@ def first_tokens(action_mask: Any, width: int) -> Any:
     return torch.nn.functional.pad(begins, (width - 1 - mask.shape[1], 1))
 
 
-@_same_log_probs
 def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
 
@@ -221,7 +214,6 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return log_probs_from_logits
 
 
-@_same_log_probs
 def compute_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: divide the logits [..., V] by the temperature first."""
 
@@ -263,7 +255,6 @@ def _on(tokens: tuple[int, ...], device: Any) -> Any:
     return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
-@while_config(lambda config: config.exact)
 def process_response(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``SamplesGenerator._process_response_into_experience``, which still has the token range of each turn."""
 

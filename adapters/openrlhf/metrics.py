@@ -17,7 +17,6 @@ from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.measure.mismatch import Mismatch
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer.audit import (
     Compared,
     audited_metrics,
@@ -58,7 +57,6 @@ class Seen:
 _sample: ContextVar[Seen | None] = ContextVar("jetrl_sample", default=None)
 
 
-@while_active
 def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``AsyncLLM.collective_rpc``: the end of a weight sync starts a new version."""
 
@@ -87,7 +85,6 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-@while_active
 def execute(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the agent executors' ``execute``, which makes one sample from one or more requests."""
 
@@ -113,7 +110,6 @@ logger = logging.getLogger(__name__)
 LOGPROBS_MODE = "processed_logprobs"
 
 
-@while_active
 def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``create_vllm_engines``: engines return processed log-probs even without a correction."""
     signature = inspect.signature(original)
@@ -126,7 +122,6 @@ def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_vllm_engines
 
 
-@while_active
 def sampling_params(original: Any) -> Callable[..., Any]:
     """Replace the name ``SamplingParams`` in ``samples_generator``: request the sampled token's log-prob."""
 
@@ -139,7 +134,6 @@ def sampling_params(original: Any) -> Callable[..., Any]:
     return SamplingParams
 
 
-@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BasePPOTrainer.__init__``: require the driver's settings in the trainer loop."""
 
@@ -150,7 +144,6 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-@while_active
 def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
 
@@ -244,7 +237,6 @@ def _rows(parts: Sequence[Any], width: int) -> Any:
     return torch.cat([torch.nn.functional.pad(part.cpu(), (0, width - part.shape[1])) for part in parts])
 
 
-@while_active
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BasePPOTrainer.broadcast_to_vllm``: collect a report from every policy actor."""
 
@@ -266,7 +258,6 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
         _warn(line)
 
 
-@while_active
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BasePPOTrainer.train_step``: add the plugin's metrics to the step's status, which OpenRLHF logs."""
 

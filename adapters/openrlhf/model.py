@@ -12,7 +12,6 @@ from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.settings import check_mark, model_problems
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
-from jetrl_patch.session import while_active, while_config
 from jetrl_patch.trainer.source import Source, convert
 
 __all__ = ["actor_init", "setup_distributed", "stop_tokens"]
@@ -20,10 +19,6 @@ __all__ = ["actor_init", "setup_distributed", "stop_tokens"]
 
 # ---- Tell the FP8 layers that their weights do not change between two of DeepSpeed's updates ------
 
-while_training_in_fp8 = while_config(lambda config: config.fp8_train)
-
-
-@while_training_in_fp8
 def ppo_train(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorPPOTrainer.ppo_train``, which runs all micro-batches and updates on the samples of a step.
 
@@ -40,7 +35,6 @@ def ppo_train(original: Callable[..., Any]) -> Callable[..., Any]:
     return ppo_train
 
 
-@while_training_in_fp8
 def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DeepspeedStrategy.optimizer_step``, which changes the weights unless it only counts a micro-batch."""
 
@@ -65,7 +59,6 @@ def _only_counts(model: Any) -> bool:
 
 # ---- Convert the trainer's models (policy, reference, EMA) after loading, before DeepSpeed wraps them
 
-@while_active
 def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BaseModelActor._setup_distributed``, which every actor calls before it builds its model."""
 
@@ -78,7 +71,6 @@ def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
     return _setup_distributed
 
 
-@while_active
 def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Actor.__init__``. Critics and reward models have another class and stay unchanged."""
 

@@ -17,7 +17,6 @@ from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.checks import CLASSES, MODULE, check_installed
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.precision import at_smallest, scales_loss
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
@@ -59,7 +58,6 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 )
 
 
-@while_active
 def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``deepspeed.initialize``: replace the AdamW in the configuration by the plugin's, with the same options.
 
@@ -354,7 +352,6 @@ def check_mark(args: Any, where: str) -> None:
     rules.check(getattr(args, MARK, None), session.active_config(), where, unpatched)
 
 
-@while_active
 def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``openrlhf.utils.get_strategy``, which the driver calls first with its arguments."""
 

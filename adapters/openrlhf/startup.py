@@ -17,7 +17,6 @@ from jetrl_patch.adapters.openrlhf.transport import Orders
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
 from jetrl_patch.registry import Journal
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer.rules import require_same
 
 __all__ = [
@@ -54,7 +53,6 @@ def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[st
 # The group waits for every member without a timeout. An engine that failed to start never joins, so the run would hang, with the
 # engine's error somewhere in the log.
 
-@while_active
 def init_vllm_sync_group(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorPPOTrainer._init_vllm_sync_group``: wait until every engine answers."""
 
@@ -106,7 +104,6 @@ def abandoned() -> Iterator[ConfigError]:
             yield _dead(lock, age)
 
 
-@while_active
 def wait(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``FileBaton.wait``: wait while the build that holds the lock makes progress.
 

@@ -14,7 +14,6 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER, START, WORKER, where
 from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, send_all
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
-from jetrl_patch.session import while_active
 from jetrl_patch.sync.delta import held_by
 from jetrl_patch.sync.send import NamedTensor, SyncStats, pack
 from jetrl_patch.trainer.audit import sync_report
@@ -53,7 +52,6 @@ def tell(trainer: Any, guarded: Sequence[str]) -> None:
 # ``ActorPPOTrainer.broadcast_to_vllm`` runs on every rank and sends buckets through ``transport.py``. The first sync runs when
 # the trainer is built, so that both sides are compared before the first rollout.
 
-@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorPPOTrainer.__init__``: sync the trainer's bytes to the engines before they sample."""
 
@@ -72,7 +70,6 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-@while_active
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``ActorPPOTrainer.broadcast_to_vllm``. Without a quantized rollout, run OpenRLHF's own and record its cost."""
 

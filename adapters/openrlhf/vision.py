@@ -11,7 +11,6 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Patch
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
 __all__ = ["RULES", "VISION", "forget_images", "never_samples", "placeholders", "problems", "synced"]
@@ -64,7 +63,6 @@ def placeholders(hf_config: Any) -> list[int]:
     return [int(token) for token in ids if token is not None]
 
 
-@while_active
 def never_samples(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``AsyncLLM.generate``: responses contain no placeholder token of an image or video."""
 
@@ -77,7 +75,6 @@ def never_samples(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-@while_active
 def forget_images(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``AsyncLLM.collective_rpc``: after a weight sync, vLLM drops cached image features."""
 

@@ -16,7 +16,6 @@ from jetrl_patch.adapters.ray.nodes import HOOK, HOOK_NAME, Hook, merge_runtime_
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.registry import Adapter, Patch
-from jetrl_patch.session import while_active
 
 # ---- ``ray.init`` that adds the plugin to the job's runtime environment and checks every node before it returns
 
@@ -24,7 +23,6 @@ from jetrl_patch.session import while_active
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-@while_active
 def init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ray.init``. A call on an existing connection starts no workers and passes through unchanged."""
 

@@ -8,11 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
-from jetrl_patch.session import while_config
 
 # ---- Number the sequences of a packed row for transformers' masks without a look at the device ---
 
-@while_config(lambda config: config.exact)
 def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``masking_utils.find_packed_sequence_indices``, which asks the device whether all tokens are of one sequence.
 
@@ -39,6 +37,7 @@ PACKED_ROWS = Patch(
     module="transformers.masking_utils",
     attr="find_packed_sequence_indices",
     make=find_packed_sequence_indices,
+    when=lambda config: config.exact,
     reason="transformers checks on the GPU whether a row is packed, so the host waits for the GPU in every forward pass",
     remove_when="transformers' find_packed_sequence_indices takes a flag from the caller instead of calling .all() on the "
     "device",

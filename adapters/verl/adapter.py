@@ -44,6 +44,7 @@ _TRAIN_BATCH = Patch(
     module="verl.workers.engine_workers",
     attr="TrainingWorker.train_batch",
     make=old_log_probs.train_batch,
+    always="it ends what a sync of a patched process began",
     reason="only a step's first mini-batch runs on the weights that sampled; later ones must not count as mismatch where the "
     "loss compares",
     remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a "
@@ -72,6 +73,7 @@ _CHECKED_LOSS = Patch(
     module="verl.workers.utils.losses",
     attr="get_policy_loss_fn",
     make=old_log_probs.get_policy_loss_fn,
+    when=lambda config: config.skips_old_pass,
     reason="when the rollout's log-probs serve as the old ones, only the loss can compare them with the trainer's before the "
     "backward pass. Distillation losses are refused",
     remove_when="verl.workers.utils.losses.ppo_loss compares rollout and trainer log-probs before it returns the loss",
@@ -190,6 +192,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="verl.checkpoint_engine.base",
         attr="CheckpointEngineManager.update_weights",
         make=metrics.manager_update_weights,
+        always="verl's auto_await reads its caller's line, so it stays outermost; what it awaits is gated",
         reason="verl discards what workers return from a sync, so neither an unpatched worker nor the sync's cost would show",
         remove_when="verl's CheckpointEngineManager.update_weights returns the workers' results with the naive backend too",
     ),
@@ -222,6 +225,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="FSDPEngine._build_module",
         make=ulysses.build_module,
+        when=lambda config: not config.exact,
         reason="verl runs the Ulysses all-to-all only around flash attention: with sdpa or eager each rank silently attends "
         "within its own slice. Exact mode and VeOmni have their own all-to-all",
         upstream=NO_REPORT,
@@ -302,6 +306,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",
         attr="vLLMReplica.__init__",
         make=reward_engines.replica_init,
+        when=lambda config: not config.mode.only_measures,
         reason="verl runs reward models and distillation teachers in the policy's server class, so they would be quantized and "
         "wait for a sync. Only vLLM engines need this",
         remove_when="verl's vLLMReplica passes is_reward_model and is_teacher_model on to vLLMHttpServer and its engine",
@@ -310,6 +315,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="verl.workers.rollout.vllm_rollout.utils",
         attr="vLLMColocateWorkerExtension.update_weights_from_ipc",
         make=worker.update_weights_from_ipc,
+        always="a patched trainer's settings are an error in an unpatched engine",
         reason="verl loads each bucket without checking what arrived, and quantizes FP8 weights again",
         remove_when="verl's vLLMColocateWorkerExtension.update_weights_from_ipc loads FP8 bytes unchanged and checks that "
         "every tensor arrived intact",
@@ -371,6 +377,7 @@ TEMPERATURE = Patch(
     module=_ENGINE,
     attr="_scale_logits_by_temperature",
     make=logprob.scale_logits,
+    when=lambda config: config.same_log_probs,
     reason="verl divides BF16 logits by the temperature in BF16; vLLM divides in FP32",
     remove_when="verl's _scale_logits_by_temperature divides in FP32",
 )
@@ -380,6 +387,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="logprobs_from_logits",
         make=logprob.logprobs_from_logits,
+        when=lambda config: config.same_log_probs,
         reason="verl rounds the log-probs of BF16 logits to BF16; vLLM computes log-softmax in FP32",
         remove_when="verl's logprobs_from_logits computes log-softmax in FP32 for every dtype of logits",
     ),
@@ -387,6 +395,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="FSDPEngineWithLMHead.prepare_model_inputs",
         make=logprob.prepare_model_inputs,
+        when=lambda config: config.exact,
         reason="verl does not pass the number of sequences in a packed row to the model, so exact attention would stall on the "
         "GPU to count them",
         remove_when="verl's FSDPEngineWithLMHead.prepare_model_inputs passes the model the number of sequences, or their "
@@ -396,6 +405,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="FSDPEngineWithLMHead.prepare_model_outputs",
         make=logprob.prepare_model_outputs,
+        when=lambda config: config.same_log_probs,
         reason="verl masks padding logits beyond the tokenizer and vision placeholders in vLLM only, not in the trainer",
         remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
         upstream="https://github.com/verl-project/verl/pull/7038",
@@ -404,6 +414,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module="verl.models.transformers.dense_common",
         attr="forward_with_torch_backend",
         make=logprob.forward_with_torch_backend,
+        when=lambda config: config.same_log_probs,
         reason="verl's fused forward does not mask the tokens that verl masks in vLLM. The Triton forward is not covered; the "
         "driver selects this one",
         remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
@@ -413,6 +424,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module="verl.utils.experimental.torch_functional",
         attr="FusedLinearForPPO.forward",
         make=logprob.forward,
+        when=lambda config: config.same_log_probs,
         reason="verl's fused log-probs use a matmul that depends on the batch, and divide by the temperature in BF16",
         remove_when="verl's FusedLinearForPPO.forward calls the model's own lm_head and computes temperature and log-softmax "
         "in FP32",
@@ -424,6 +436,7 @@ SAME_WEIGHTS = Patch(
     module=_ENGINE,
     attr="FSDPEngine.forward_backward_batch",
     make=model.forward_backward_batch,
+    when=lambda config: config.fp8_train,
     reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
     "would quantize it again",
     remove_when="verl's FSDPEngine.forward_backward_batch passes a flag like TransformerEngine's is_first_microbatch to the "
@@ -435,6 +448,7 @@ ROUTES = Patch(
     module=_ENGINE,
     attr="FSDPEngineWithLMHead.forward_step",
     make=routes.forward_step,
+    when=lambda config: config.returns_routes,
     reason="verl's FSDP engine ignores the expert choices that the rollout returned, so it neither compares nor replays them "
     "(R3). Other engines are not covered",
     remove_when="verl's FSDPEngineWithLMHead.forward_step supports router_replay R3 and logs how many routes differ; verl#4101 "
@@ -447,6 +461,7 @@ ANSWERS = Patch(
     module="verl.workers.rollout.vllm_rollout.vllm_async_server",
     attr="vLLMHttpServer.collective_rpc",
     make=sync.collective_rpc,
+    when=lambda config: config.sync == "delta",
     reason="verl discards what the engine's workers return, so the trainer loop could not ask which weights they hold",
     remove_when="verl's vLLMHttpServer.collective_rpc returns the result of engine.collective_rpc",
 )

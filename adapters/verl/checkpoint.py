@@ -13,7 +13,6 @@ from jetrl_patch.adapters.verl import lora
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
@@ -49,7 +48,6 @@ def _resumed(select: Callable[[str], Any]) -> str:
     return ""
 
 
-@while_active
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPCheckpointManager.save_checkpoint``: rank 0 writes ``jetrl.json`` beside its shards."""
 
@@ -61,7 +59,6 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_checkpoint
 
 
-@while_active
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so that none waits for a rank that raised.
 

@@ -15,7 +15,6 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.structure import is_vision_language
-from jetrl_patch.session import while_active, while_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +35,6 @@ __all__ = [
 #: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
 BANNED = -1e30
 
-#: marks a ``make`` that acts only in modes whose log-probs follow the rollout's formula
-same_log_probs = while_config(lambda config: config.same_log_probs)
-
 
 #: keys of a micro-batch that make verl read the logits for something other than log-probs
 _OTHER_READERS = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
@@ -58,7 +54,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@same_log_probs
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32.
 
@@ -78,7 +73,6 @@ def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return _scale_logits_by_temperature
 
 
-@same_log_probs
 def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
 
@@ -92,7 +86,6 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return logprobs_from_logits
 
 
-@while_config(lambda config: config.exact)
 def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: note how many sequences a packed row holds at most.
 
@@ -111,7 +104,6 @@ def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_model_inputs
 
 
-@same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample.
 
@@ -257,7 +249,6 @@ def check_setting(select: Callable[[str], Any], hf_config: Any) -> None:
         check_fused(select(_IMPLEMENTATION), hf_config)
 
 
-@while_active
 def forward_with_gathered_head(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's ``forward_with_torch_backend``, which multiplies with ``lm_head.weight`` itself: gather the head."""
 
@@ -268,7 +259,6 @@ def forward_with_gathered_head(original: Callable[..., Any]) -> Callable[..., An
     return forward_with_torch_backend
 
 
-@same_log_probs
 def forward_with_torch_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply, and gather a head that is sharded."""
 
@@ -307,7 +297,6 @@ def gathered(head: Any) -> Iterator[None]:
             head.reshard()
 
 
-@same_log_probs
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``FusedLinearForPPO.forward`` for a converted model: hidden states [..., K], head [V, K], labels [...]."""
 

@@ -13,7 +13,6 @@ from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.models.structure import require_attention
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
@@ -109,7 +108,6 @@ def _rank_of(adapter: str) -> int:
         return int(json.load(text).get("r") or 1)
 
 
-@while_active
 def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine._build_lora_module``: check the adapters, and make FP8 layers compute with merged weights.
 
@@ -130,7 +128,6 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_lora_module
 
 
-@while_active
 def merged_lora_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``FSDPEngine._merged_lora_per_tensor_param``: the same names, with the weights that the layers compute with."""
 

@@ -17,7 +17,6 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl.megatron import PER_BLOCK, check_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.session import while_active
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
 from jetrl_patch.trainer.source import Source
@@ -52,7 +51,6 @@ class MegatronSource(Source):
         return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
 
 
-@while_active
 def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``MegatronEngine._build_megatron_module``. Critics (value models) stay unchanged."""
 

@@ -14,7 +14,7 @@ from jetrl_patch.adapters.verl.state import DRIVER, report_key
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.measure.mismatch import Mismatch, Sums
-from jetrl_patch.session import while_active
+from jetrl_patch.patching.patch import gated
 from jetrl_patch.trainer.audit import (
     Compared,
     hold,
@@ -27,7 +27,6 @@ from jetrl_patch.trainer.audit import (
 from jetrl_patch.trainer.rules import MARK
 
 
-@while_active
 def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
 
@@ -48,7 +47,6 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     return _compute_old_log_prob
 
 
-@while_active
 def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``SeparateRayPPOTrainer._fit_compute_log_prob``, which takes the rollout's log-probs itself in bypass mode."""
 
@@ -78,7 +76,6 @@ def _without_log_probs(config: Config) -> None:
     _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
 
 
-@while_active
 def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``PPOTrainer._compute_old_log_prob`` (trainer V1, which keeps its batches in the TransferQueue)."""
 
@@ -146,10 +143,10 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     from verl.utils.ray_utils import auto_await
 
-    return auto_await(_collected(original.__wrapped__))  # type: ignore[attr-defined]
+    update_weights: Callable[..., Any] = original.__wrapped__  # type: ignore[attr-defined]
+    return auto_await(gated(_collected(update_weights), update_weights, session.is_active))
 
 
-@while_active
 def _collected(original: Callable[..., Any]) -> Callable[..., Any]:
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
         import ray
@@ -206,7 +203,6 @@ def _warn(line: str) -> None:
     print(f"jetrl_patch: WARNING: {line}", flush=True)
 
 
-@while_active
 def log(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step; drop those of a pass that did not run.
 

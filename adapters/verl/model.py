@@ -14,7 +14,6 @@ from jetrl_patch.adapters.verl.lora import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER, Prepared
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.scaling import RECORD, take_over
-from jetrl_patch.session import while_active, while_config
 from jetrl_patch.trainer.source import convert
 
 __all__ = ["compare_scales", "recorded_in"]
@@ -22,7 +21,6 @@ __all__ = ["compare_scales", "recorded_in"]
 
 # ---- Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes -
 
-@while_active
 def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
 
@@ -50,7 +48,6 @@ def recorded_in(local_path: Any) -> tuple[bool, float | None]:
 
 # ---- Convert the trainer's model after loading, before verl wraps it for LoRA, QAT or FSDP -------
 
-@while_active
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine._build_module``. Critics (value models) are not converted."""
 
@@ -100,7 +97,6 @@ def _banned(model_config: Any) -> list[int]:
 
 # ---- Tell the FP8 layers of verl's FSDP engines that their weights stay as they are from one optimizer step to the next
 
-@while_config(lambda config: config.fp8_train)
 def forward_backward_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine.forward_backward_batch``, in which all micro-batches of an update pass and no weight is written.
 

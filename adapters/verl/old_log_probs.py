@@ -12,7 +12,6 @@ from jetrl_patch.adapters.verl import state
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
 from jetrl_patch.registry import Journal
-from jetrl_patch.session import while_config
 from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
 
 if TYPE_CHECKING:
@@ -129,7 +128,6 @@ _OF_THE_PASS = (
 # the worker
 
 
-@while_config(lambda config: config.skips_old_pass)
 def get_policy_loss_fn(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``get_policy_loss_fn``, which ``ppo_loss`` calls for each micro-batch, so that its loss compares log-probs first."""
 

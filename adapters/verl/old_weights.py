@@ -20,7 +20,6 @@ from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Patch
-from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +29,6 @@ __all__ = ["PATCHES"]
 _WORKER = "verl.experimental.separation.engine_workers"
 
 
-@while_active
 def save_model_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DetachActorWorker.save_model_to_cpu``: what is saved shares no memory with the parameters; note its digests."""
 
@@ -45,7 +43,6 @@ def save_model_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_model_to_cpu
 
 
-@while_active
 def restore_model_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DetachActorWorker.restore_model_from_cpu``: raise AuditError if the weights are not those that were saved."""
 

@@ -21,7 +21,7 @@ from jetrl_patch.adapters.verl.yaml_settings import SECTION, given
 from jetrl_patch.config import SETTINGS, Config, environment, from_text
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 from jetrl_patch.patching.hooks import watch
-from jetrl_patch.patching.patch import apply_patch
+from jetrl_patch.patching.patch import apply_patch, gated
 from jetrl_patch.registry import Journal, Patch
 
 _UNIFIED = SETTINGS["precision"].default
@@ -93,7 +93,7 @@ def _first_look(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     # verl's main has already bound this function, so it never calls the replacement that enable() installs
-    return _first_look(settings.validate_config(original))
+    return _first_look(gated(settings.validate_config(original), original, session.is_active))
 
 
 def _trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:

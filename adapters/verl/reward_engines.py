@@ -11,7 +11,6 @@ from jetrl_patch.adapters.verl.precision import FP16
 from jetrl_patch.adapters.verl.yaml_settings import named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
-from jetrl_patch.session import while_config
 
 __all__ = ["meet", "own", "problems", "replica_init", "run_id", "stand_aside", "sync_id", "wanted"]
 
@@ -28,7 +27,6 @@ _REWARD = "reward.reward_model"
 _TEACHERS = "distillation.teacher_models"
 
 
-@while_config(lambda config: not config.mode.only_measures)
 def replica_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``vLLMReplica.__init__``: the engines of reward models and teachers start in servers that stand aside."""
 

@@ -15,7 +15,6 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl.rollout_settings import beside
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.session import while_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +48,6 @@ def attach(engine: Any, module: Any) -> None:
     engine._jetrl_routes = Recorder(module)
 
 
-@while_config(lambda config: config.returns_routes)
 def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngineWithLMHead.forward_step``: compare the routes of a micro-batch with those of its samples, or replay them.
 

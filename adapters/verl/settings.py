@@ -43,7 +43,6 @@ from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.models.family import DROPOUTS
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
 
@@ -378,7 +377,6 @@ def _update(verl_config: Any, path: str, value: Any) -> None:
     OmegaConf.update(verl_config, path, value, force_add=True)
 
 
-@while_active
 def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
 
@@ -389,7 +387,6 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_config
 
 
-@while_active
 def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``main_ppo.run_ppo``, by which every program of verl starts Ray: the asynchronous ones check nothing before."""
 
@@ -400,7 +397,6 @@ def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_ppo
 
 
-@while_active
 def separate_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``SeparateRayPPOTrainer._init_resource_pools``: what ``trainer_init`` does, before there are workers."""
 
@@ -419,7 +415,6 @@ def _take_over(verl_config: Any) -> None:
     mark(verl_config, config)
 
 
-@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the trainers' ``__init__``: repeat the check where the trainer loop runs and leave the mark for its workers."""
 

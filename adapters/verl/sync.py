@@ -14,7 +14,6 @@ from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
-from jetrl_patch.session import while_active, while_config
 from jetrl_patch.sync.delta import held_by
 from jetrl_patch.sync.send import SyncStats
 from jetrl_patch.trainer import rules
@@ -50,7 +49,6 @@ async def announce(manager: Any, config: Config) -> None:
     ray.get(manager.actor_wg.execute_checkpoint_engine([_OFFER] * size, [held_by(answers)] * size))
 
 
-@while_config(lambda config: config.sync == "delta")
 def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``vLLMHttpServer.collective_rpc``: return what the engine's workers answer to ``announce``."""
 
@@ -97,7 +95,6 @@ def greeted(held: str) -> None:
 # ``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
 # verl's own buckets → ``worker.py`` in the vLLM worker.
 
-@while_active
 def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorRolloutRefWorker.init_model``: require a patched trainer loop with the same settings."""
 
@@ -126,7 +123,6 @@ def check_mark(mark: dict[str, str]) -> None:
     )
 
 
-@while_active
 def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an engine's ``get_per_tensor_param``: send FP8 bytes and scales instead of FP32 or BF16 weights."""
 
@@ -178,7 +174,6 @@ def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
         yield name, tensor
 
 
-@while_active
 def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``ServerAdapter.update_weights``: the same steps, with a watched peer and a timeout."""
 
@@ -223,7 +218,6 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_weights
 
 
-@while_active
 def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorRolloutRefWorker.update_weights``: report the worker and the cost of the sync."""
 

@@ -16,7 +16,6 @@ from jetrl_patch import registry
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
-from jetrl_patch.session import while_config
 from jetrl_patch.trainer.rules import raised
 
 __all__ = ["build_module", "check_heads", "check_whole", "problems", "share", "whole"]
@@ -61,7 +60,6 @@ def share(module: Any, engine: Any) -> None:
         registry.models().share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
 
 
-@while_config(lambda config: not config.exact)
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine._build_module``: the model, or the critic, attends over whole sequences."""
 

@@ -15,7 +15,6 @@ from jetrl_patch.adapters.verl import model
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.veomni import check_model
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +29,6 @@ _building: ContextVar[Any] = ContextVar("jetrl_veomni_engine", default=None)
 _PLACES = {"image_token_id": "IMAGE_INPUT_INDEX", "video_token_id": "VIDEO_INPUT_INDEX"}
 
 
-@while_active
 def build_model_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``VeOmniEngine._build_model_optimizer``: note whose model ``build_parallelize_model`` gets."""
 
@@ -44,7 +42,6 @@ def build_model_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_model_optimizer
 
 
-@while_active
 def build_parallelize_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap VeOmni's ``build_parallelize_model`` in verl's engine. Critics (value models) stay unchanged."""
 

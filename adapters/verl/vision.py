@@ -14,7 +14,6 @@ from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, is_vision_language
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Patch
-from jetrl_patch.session import while_active
 from jetrl_patch.trainer.rules import raised
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding"
         raise ModelError(explain(what, required=required, found=found, fix="set it to false"))
 
 
-@while_active
 def accepts(original: Callable[..., bool]) -> Callable[..., bool]:
     """Replace ``_call_accepts_kwarg``: whether a function names this parameter. One that it would only swallow has no effect."""
 
@@ -110,7 +108,6 @@ def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
 
 
-@while_active
 def fix_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``maybe_fix_3d_position_ids``, which every worker calls on a batch before it splits it or computes with it."""
 
@@ -126,7 +123,6 @@ def fix_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_fix_3d_position_ids
 
 
-@while_active
 def input_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``qwen2_vl._get_input_embeds``: the dummy image of a micro-batch without one."""
 
@@ -181,7 +177,6 @@ class _Tower:
         return seen
 
 
-@while_active
 def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a ``_get_input_embeds`` that takes the tower's output for a tensor, with an image and without one."""
     embeds = input_embeds(original)
@@ -192,7 +187,6 @@ def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_input_embeds
 
 
-@while_active
 def counts_text(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``FlopsCounter.__init__``: what is counted as a text model has the language model's configuration."""
 
@@ -208,7 +202,6 @@ def counts_text(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-@while_active
 def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``qwen2_5_vl_dedup_image_tokens``: one token for each image of a prompt, which vLLM replaces by the image's."""
 

@@ -110,6 +110,7 @@ class VllmAdapter(Adapter):
                 module="vllm.v1.worker.gpu_worker",
                 attr="Worker.execute_model",
                 make=_execute_model,
+                always="a worker whose sync failed must not generate, in whatever state its process is",
                 reason="without it an engine would generate from half-updated weights after a failed sync",
                 remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step and "
                 "that may raise",
@@ -129,6 +130,7 @@ class VllmAdapter(Adapter):
                 module="vllm.model_executor.layers.rotary_embedding.base",
                 attr="RotaryEmbedding.forward_cpu",
                 make=in_two_dimensions,
+                always="vLLM compiles it into its graphs",
                 reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so every log-prob of "
                 "such a rollout is wrong",
                 upstream=NO_REPORT,

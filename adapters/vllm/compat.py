@@ -10,7 +10,6 @@ from packaging.version import Version
 from jetrl_patch.errors import ModelError, VersionError, explain
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.patching.patch import Difference
-from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +89,6 @@ def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
     return found
 
 
-@while_active
 def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``EngineArgs.create_engine_config``: let the processor of images normalize pixels, as the trainer's does.
 

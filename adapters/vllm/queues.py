@@ -10,8 +10,6 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
-from jetrl_patch.session import while_active
-
 __all__ = ["create_mp_lock", "finished_procs", "init_cpu_shm", "wait_until_ready"]
 
 
@@ -22,7 +20,6 @@ __all__ = ["create_mp_lock", "finished_procs", "init_cpu_shm", "wait_until_ready
 _PATIENCE = 10.0  # seconds that a process may need to its end after its pipe is closed
 
 
-@while_active
 def finished_procs(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
     """Wrap ``CoreEngineProcManager.finished_procs``: wait for the processes that are ending, and name a signal that ended one."""
 
@@ -52,7 +49,6 @@ def _in_words(status: int) -> str:
 # A worker that loads a checkpoint draws a progress bar. tqdm then makes a lock for bars of several processes, which in a spawned
 # process is a semaphore with such a name (32 bytes). No other process can have that lock, so none is made there.
 
-@while_active
 def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap ``MessageQueue.wait_until_ready``: once it returns in the writer, all readers on this machine have the memory."""
 
@@ -65,7 +61,6 @@ def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return wait_until_ready
 
 
-@while_active
 def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
     """Wrap ``_CPUSHMDistributed._init_cpu_shm``: it ends with a barrier, after which each rank has mapped the memory of all."""
 
@@ -78,7 +73,6 @@ def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
     return init_cpu_shm
 
 
-@while_active
 def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap ``TqdmDefaultWriteLock.create_mp_lock``: in a spawned process, bars have the lock of their threads alone."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
-__all__ = ["NO_REPORT", "Difference", "OnImport", "Patch", "apply_patch", "find_target"]
+__all__ = ["NO_REPORT", "Difference", "OnImport", "Patch", "apply_patch", "find_target", "gated"]
 
 
 # ---- Where the supported versions of a framework differ, as data ---------------------------------
@@ -62,6 +62,8 @@ class Patch:
         fixes: the project whose bug the patch fixes. Such patches can be turned off (``Config.upstream_fixes``), and
             ``status()`` lists them apart. Empty for the plugin's own patches.
         needed_by: the runs that do not start, or never finish a step, without the fix. It is then never turned off.
+        when: the settings (a ``Config``) under which the replacement runs; None for all of them.
+        always: why the replacement must also run in a process that is not patched. Empty, as for most: the original runs there.
     """
 
     module: str
@@ -72,6 +74,8 @@ class Patch:
     upstream: str = ""
     fixes: str = ""
     needed_by: str = ""
+    when: Callable[[Any], bool] | None = None
+    always: str = ""
 
     @property
     def target(self) -> str:
@@ -118,8 +122,16 @@ def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:
     return owner, name, original
 
 
-def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal) -> None:
-    """Replace the target with what ``patch.make`` returns for it. Raises PatchError with the target's name."""
+def apply_patch(
+    patch: Patch, module: types.ModuleType, journal: Journal, runs: Callable[[], bool] | None = None
+) -> None:
+    """Replace the target with what ``patch.make`` returns for it.
+
+    Args:
+        runs: asked at each call of a replaced function whether the replacement runs. None: it always does.
+
+    Raises PatchError with the target's name.
+    """
     owner, name, original = find_target(module, patch.attr)
     wrapped_in = type(original) if isinstance(original, (staticmethod, classmethod)) else None
     function = original.__func__ if wrapped_in is not None else original
@@ -131,9 +143,31 @@ def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal) -> Non
         raise PatchError(explain(patch.target, required="a replacement", found="None", fix="return one from make"))
     if isinstance(replacement, types.FunctionType) and isinstance(function, types.FunctionType):
         _look_like(replacement, function)
+    if runs is not None and isinstance(replacement, types.FunctionType):
+        replacement = gated(replacement, function, runs)
     if wrapped_in is not None and not isinstance(replacement, (staticmethod, classmethod)):
         replacement = wrapped_in(replacement)
     journal.set_attr(owner, name, replacement, target=patch.target, reason=patch.reason, remove_when=patch.remove_when)
+
+
+def gated(replacement: Callable[..., Any], original: Callable[..., Any], runs: Callable[[], bool]) -> Callable[..., Any]:
+    """A function that calls ``replacement`` while ``runs()`` is true, else ``original``. It looks like ``replacement``.
+
+    The question is asked at each call; for a coroutine function, when the coroutine is awaited.
+    """
+    if inspect.iscoroutinefunction(replacement):
+
+        @functools.wraps(replacement)
+        async def chosen(*args: Any, **kwargs: Any) -> Any:
+            return await (replacement if runs() else original)(*args, **kwargs)
+    else:
+
+        @functools.wraps(replacement)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if runs() else original)(*args, **kwargs)
+
+    chosen.__wrapped__ = original
+    return chosen
 
 
 def _look_like(replacement: types.FunctionType, original: types.FunctionType) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
+from jetrl_patch.adapters.openrlhf.adapter import EVERY_MODE
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, NotPatchedError
 from tests.models import save
+from tests.patches import applied
 
 EXACT = Config(precision="fp8-unified")
 LINEAR = Config(precision="fp8-unified", align="linear")
@@ -140,7 +142,7 @@ def test_completing_says_what_it_changed():
 
 
 def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
-    made = settings.get_strategy(lambda args: args)
+    made = applied(settings.get_strategy, EVERY_MODE, lambda args: args)
     args = arguments()
     assert made(args) is args and not hasattr(args, "jetrl")  # not enabled: passes through
     monkeypatch.setattr(session, "is_active", lambda: True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import model as weights
-from jetrl_patch.adapters.openrlhf.adapter import ADAPTER
+from jetrl_patch.adapters.openrlhf.adapter import ADAPTER, SAME_WEIGHTS
 from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import PROMISES
+from tests.patches import applied
 
 FP8 = Config(precision="fp8-unified", align="linear")
 
@@ -54,7 +57,7 @@ class Strategy:
     def __init__(self, stage):
         self.stage = stage
 
-    @weights.optimizer_step
+    @partial(applied, weights.optimizer_step, SAME_WEIGHTS)
     def optimizer_step(self, _optimizer, model, _scheduler, name="model"):
         (model.model if isinstance(model, Actor) else model).step()
 
@@ -64,7 +67,7 @@ class Trainer:
         self.actor, self.strategy, self.seen = Actor(**settings), Strategy(stage), []
         self.stepped = self.actor.model if bare else self.actor
 
-    @weights.ppo_train
+    @partial(applied, weights.ppo_train, SAME_WEIGHTS)
     def ppo_train(self, kl_ctl):
         layer = self.actor.model.module.layers[0]["q_proj"]
         for _ in range(4):  # micro-batches, of which two make an update

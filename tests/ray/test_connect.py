@@ -17,6 +17,7 @@ from ray.job_config import JobConfig
 import jetrl_patch
 from jetrl_patch.adapters.ray import adapter
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
+from tests.patches import applied
 
 
 class Original:
@@ -60,7 +61,7 @@ def test_switched_off_or_connected_already_it_is_ray_alone(original, monkeypatch
         patch.setattr(ray, "is_initialized", lambda: True)
         adapter.init(original)(runtime_env=given)
     jetrl_patch.disable()
-    adapter.init(original)(runtime_env=given)
+    applied(adapter.init, [adapter.INIT], original)(runtime_env=given)
     assert [kwargs["runtime_env"] is given for _, kwargs, _ in original.calls] == [True, True]
 
 

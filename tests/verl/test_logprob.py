@@ -14,6 +14,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import adapter, compat, logprob
 from jetrl_patch.config import Config
 
+from ..patches import applied
 from ..waits import NothingIsReadBack
 
 
@@ -63,8 +64,10 @@ def test_verls_own_helper_is_neither(mode):
 )
 def test_other_modes_keep_verls_own(mode, config):
     mode(config)
-    assert logprob.scale_logits(_original)(LOGITS, 1.0, is_unit_temperature=True) == "verl's own"
-    assert logprob.logprobs_from_logits(_original)(LOGITS, LABELS) == "verl's own"
+    patches = (adapter.TEMPERATURE, *adapter.SAME_LOG_PROBS)
+    scaled = applied(logprob.scale_logits, patches, _original)
+    assert scaled(LOGITS, 1.0, is_unit_temperature=True) == "verl's own"
+    assert applied(logprob.logprobs_from_logits, patches, _original)(LOGITS, LABELS) == "verl's own"
 
 
 def test_banned_tokens_leave_the_distribution_as_in_the_rollout(mode):
