@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from jetrl_patch.progress import Progress
 
 __all__ = [
-    "ADAPTERS", "Adapter", "Config", "Exchange", "Journal", "Merger", "Models", "Needs", "OnImport", "Patch", "Place",
-    "Platform", "Pool", "Rollout", "Services", "Trainer", "installed", "merger", "models", "platform", "resolve", "rollout",
-    "trainer",
+    "ADAPTERS", "Adapter", "Config", "Exchange", "Journal", "Layout", "Merger", "Models", "Needs", "OnImport", "Patch", "Place",
+    "Platform", "Pool", "Rollout", "Services", "Shard", "Trainer", "installed", "merger", "models", "platform", "resolve",
+    "rollout", "trainer",
 ]  # fmt: skip
 
 
@@ -67,6 +67,7 @@ class Needs:
         files: the user's code.
         own_data: whether a class of the user's own reads the data, so that a path need not be a file.
         interpreter: the command that runs Ray's workers instead of this Python; an empty path if there is none.
+        resumes: the checkpoint that the run resumes from; an empty path if it starts anew.
     """
 
     pools: tuple[Pool, ...]
@@ -78,6 +79,39 @@ class Needs:
     files: tuple[Place, ...]
     own_data: bool
     interpreter: Place
+    resumes: Place
+
+
+class Shard(NamedTuple):
+    """How something is kept: bytes per parameter, and over how many ranks they are split."""
+
+    bytes: float
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a launch keeps the policy, for an estimate of its memory.
+
+    Attributes:
+        trainer: the engine and its ranks in words; without ``weights``, why the trainer's part cannot be told.
+        weights, gradients: of the trainer.
+        optimizer: what the optimizer keeps besides AdamW's moments, such as FP32 masters; the moments are split as it is.
+        reshards: whether gathered weights are freed after a layer's forward.
+        offloaded: "weights", "gradients" or "optimizer", as far as they are in CPU memory.
+        tensor_parallel, expert_parallel: the rollout's sizes.
+        utilization: the share of a GPU that an engine takes; None if it is not by share.
+    """
+
+    trainer: str
+    weights: Shard | None = None
+    gradients: Shard | None = None
+    optimizer: Shard | None = None
+    reshards: bool = True
+    offloaded: tuple[str, ...] = ()
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    utilization: float | None = None
 
 
 class Trainer(Protocol):
@@ -117,6 +151,9 @@ class Trainer(Protocol):
 
     def needs(self, settings: Any, /) -> Needs:
         """Return what a launch with these settings takes from its machine."""
+
+    def layout(self, settings: Any, config: Config, /) -> Layout:
+        """Return where a launch with these settings keeps the policy."""
 
     def prepare(self, model: Any, config: Config, engine: Any, /) -> object:
         """Convert a loaded model in place, before it is wrapped. Return the ``Source`` of its weight syncs.

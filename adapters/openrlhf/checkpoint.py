@@ -11,10 +11,11 @@ from jetrl_patch import session
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.fp8.scaling import RECORD, take_over
+from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_ckpt", "problems", "save_ckpt"]
+__all__ = ["load_ckpt", "problems", "resumed", "save_ckpt"]
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
@@ -22,11 +23,16 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
     If the driver does not see the folder, the actors check it.
     """
-    if select("ckpt.load_enable"):
-        root = os.path.join(select("ckpt.path"), "_actor")
-        folder = os.path.join(root, _latest(root) or "no checkpoint")
-        if os.path.isdir(folder):
-            yield from raised(lambda: record.check(folder, config, elsewhere="--ckpt.path"))
+    folder = resumed(select).path
+    if os.path.isdir(folder):
+        yield from raised(lambda: record.check(folder, config, elsewhere="--ckpt.path"))
+
+
+def resumed(select: Callable[[str], Any]) -> Place:
+    """Return the folder of the tag that OpenRLHF resumes from; an empty path if it starts anew."""
+    root = os.path.join(select("ckpt.path") or "", "_actor")
+    tag = _latest(root) if select("ckpt.load_enable") else ""
+    return Place("--ckpt.path", os.path.join(root, tag) if tag else "")
 
 
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:

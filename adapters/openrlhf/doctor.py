@@ -7,6 +7,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import operator
 import os
 import sys
 import traceback
@@ -14,16 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jetrl_patch.adapters.openrlhf import checkpoint
 from jetrl_patch.adapters.openrlhf.model import prepare
 from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem, reward_problems
+from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
-from jetrl_patch.registry import Needs, Place, Pool
+from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
 
 __all__ = [
-    "asked_for", "chosen", "complete", "model_path", "needs", "needs_flash_attn", "prepare", "problems", "program_problem",
-    "programs", "read",
+    "asked_for", "chosen", "complete", "layout", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
+    "program_problem", "programs", "read",
 ]  # fmt: skip
 
 
@@ -41,6 +44,22 @@ def needs(args: Any) -> Needs:
         files=tuple(_files(args)),
         own_data=False,
         interpreter=Place("", ""),
+        resumes=checkpoint.resumed(lambda path: operator.attrgetter(path)(args)),
+    )
+
+
+def layout(args: Any, config: Config) -> Layout:
+    """Return where OpenRLHF keeps the policy: 16-bit weights and gradients, FP32 masters and moments, by ZeRO stage."""
+    stage = int(args.ds.zero_stage)
+    ranks = max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // args.ds.tensor_parallel_size)
+    return Layout(
+        trainer=f"ZeRO-{stage} over {ranks} ranks",
+        weights=Shard(2.0, ranks if stage == 3 else 1),
+        gradients=Shard(4.0 if args.ds.grad_accum_dtype == "fp32" else 2.0, ranks if stage >= 2 else 1),
+        optimizer=Shard(4.0, ranks if stage >= 1 else 1),
+        offloaded=("optimizer",) * bool(args.ds.adam_offload),
+        tensor_parallel=int(args.vllm.tensor_parallel_size or 1),
+        utilization=args.vllm.gpu_memory_utilization,
     )
 
 

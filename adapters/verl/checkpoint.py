@@ -13,10 +13,11 @@ from jetrl_patch.adapters.verl import lora
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_checkpoint", "merge", "problems", "save_checkpoint"]
+__all__ = ["load_checkpoint", "merge", "problems", "resumed", "save_checkpoint"]
 
 
 # ---- Record the run's settings in checkpoints of verl's FSDP engines, and compare them before a checkpoint is loaded
@@ -31,21 +32,21 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     verl resumes by default (``resume_mode=auto``) whatever is in its folder. A folder that the driver does not see is left to
     the workers.
     """
-    actor = os.path.join(_resumed(select), "actor")
+    actor = os.path.join(resumed(select).path, "actor")
     if select(f"{ACTOR}.strategy") in _RECORDED and os.path.isdir(actor):
         states = "optimizer" in (select(f"{ACTOR}.checkpoint.load_contents") or ())
         yield from raised(lambda: record.check(actor, config, optimizer=states, elsewhere="trainer.default_local_dir"))
 
 
-def _resumed(select: Callable[[str], Any]) -> str:
-    """Return the folder of the step that verl resumes from, as its trainers find it; empty if it starts anew."""
+def resumed(select: Callable[[str], Any]) -> Place:
+    """Return the folder of the step that verl resumes from, as its trainers find it; an empty path if it starts anew."""
     mode, folder = select("trainer.resume_mode"), str(select("trainer.default_local_dir") or "")
     if mode == "resume_path":
-        return str(select("trainer.resume_from_path") or "")
+        return Place("trainer.resume_from_path", str(select("trainer.resume_from_path") or ""))
     if mode == "auto":
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "latest_checkpointed_iteration.txt")) as file:
-            return os.path.join(folder, f"global_step_{int(file.read())}")
-    return ""
+            return Place("trainer.default_local_dir", os.path.join(folder, f"global_step_{int(file.read())}"))
+    return Place("trainer.resume_mode", "")
 
 
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

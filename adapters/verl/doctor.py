@@ -7,15 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.verl import preset, veomni
+from jetrl_patch.adapters.verl import checkpoint, preset, veomni
+from jetrl_patch.adapters.verl.rollout_settings import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.settings import TRAINERS
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT
+from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
-from jetrl_patch.registry import Needs, Place, Pool
+from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
 
-__all__ = ["model_path", "needs", "needs_flash_attn", "read"]
+__all__ = ["layout", "model_path", "needs", "needs_flash_attn", "read"]
 
 
 # ---- What a launch of verl takes from its machine: GPUs, models, data, an interpreter ------------
@@ -48,6 +50,40 @@ def needs(verl_config: Any) -> Needs:
         ),
         own_data=bool(reader),
         interpreter=_place(select, f"{_RAY}.runtime_env.py_executable"),
+        resumes=checkpoint.resumed(select),
+    )
+
+
+def layout(verl_config: Any, config: Config) -> Layout:
+    """Return where verl keeps the policy: FSDP's FP32 masters, gradients and moments over its ranks; other engines as unknown."""
+    from omegaconf import OmegaConf
+
+    def select(path: str) -> Any:
+        return OmegaConf.select(verl_config, path, default=None)
+
+    rollout = {
+        "tensor_parallel": tensor_parallel(select),
+        "expert_parallel": expert_parallel(select, config),
+        "utilization": select(f"{ROLLOUT}.gpu_memory_utilization"),
+    }
+    strategy, fsdp = select(f"{ACTOR}.strategy"), f"{ACTOR}.fsdp_config"
+    if strategy not in ("fsdp", "fsdp2"):
+        return Layout(trainer=f"how {strategy} splits the model is not read", **rollout)
+    ranks = max(1, int(select("trainer.n_gpus_per_node") or 1) * int(select("trainer.nnodes") or 1))
+    group = int(select(f"{fsdp}.fsdp_size") or -1)
+    ranks = group if 0 < group < ranks else ranks
+    each = 2.0 if "16" in str(select(f"{fsdp}.model_dtype")) else 4.0
+    everything = bool(select(f"{fsdp}.offload_policy"))
+    weights = everything or bool(select(f"{fsdp}.param_offload"))
+    moments = everything or bool(select(f"{fsdp}.optimizer_offload"))
+    return Layout(
+        trainer=f"{strategy} over {ranks} ranks",
+        weights=Shard(each, ranks),
+        gradients=Shard(each, ranks),
+        optimizer=Shard(0.0, ranks),
+        reshards=select(f"{fsdp}.reshard_after_forward") is not False,
+        offloaded=("weights", "gradients") * weights + ("optimizer",) * moments,
+        **rollout,
     )
 
 

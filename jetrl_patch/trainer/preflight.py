@@ -15,7 +15,7 @@ from jetrl_patch.models.structure import check_code, check_structure, expert_siz
 from jetrl_patch.trainer.rules import raised
 
 __all__ = [
-    "check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "is_hub_id", "local_folder", "model_problems",
+    "built", "check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "is_hub_id", "local_folder", "model_problems",
     "needed_ep", "read_config", "say_share",
 ]  # fmt: skip
 
@@ -125,6 +125,20 @@ def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -
     if split is not None:
         model, quantized, _ = split
         logger.warning("jetrl_patch: %s", share_of(model, quantized))
+
+
+def built(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tuple[Any, list[str]] | None:
+    """The model on the meta device, and the names of its FP8 layers, in every mode. None if the model is remote.
+
+    Raises ModelError as ``read_config`` and ``split_layers`` do.
+    """
+    from jetrl_patch.fp8.convert import split_layers
+
+    folder = local_folder(path)
+    if not folder:
+        return None
+    model = _on_meta(_read(folder, trust_remote_code=True))
+    return model, split_layers(model, config, rollout_tp, rollout_ep)[0] if config.quantized_rollout else []
 
 
 def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple[Any, Any, Any] | None:

@@ -42,6 +42,23 @@ class Check:
     to_do: str = ""
 
 
+@dataclass(frozen=True)
+class Memory:
+    """One row of the estimate of memory.
+
+    Attributes:
+        side: "trainer" or "rollout".
+        what: what takes the memory.
+        bytes: on one rank; None if it is not known.
+        how: how the number comes about, or why there is none.
+    """
+
+    side: str
+    what: str
+    bytes: float | None
+    how: str
+
+
 @dataclass
 class Report:
     """All results.
@@ -50,6 +67,7 @@ class Report:
         config: the plugin's settings.
         framework: the framework that the command starts; the checks judge only its runs. None without a command.
         stopped: without a command: framework -> the check that stops its runs but not those of other frameworks.
+        memory: what the run would take on each rank, by estimate.
     """
 
     config: Config | None = None
@@ -57,6 +75,7 @@ class Report:
     patches: list[PatchStatus] = field(default_factory=list)
     framework: str | None = None
     stopped: dict[str, str] = field(default_factory=dict)
+    memory: list[Memory] = field(default_factory=list)
 
     @property
     def starts(self) -> bool | None:
@@ -91,6 +110,7 @@ class Report:
             "config": None if self.config is None else dataclasses.asdict(self.config),
             "checks": [dataclasses.asdict(check) for check in self.checks],
             "patches": [dataclasses.asdict(patch) for patch in self.patches],
+            "memory": [dataclasses.asdict(row) for row in self.memory],
         }
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jetrl_patch import registry
 from jetrl_patch._versions import SUPPORTED
-from jetrl_patch.cli.doctor import checks
+from jetrl_patch.cli.doctor import checks, memory
 from jetrl_patch.cli.doctor.checks import check_patches, check_versions
 from jetrl_patch.cli.doctor.launch import Started, check_launch, check_settings, recognise, usable
 from jetrl_patch.cli.doctor.surroundings import check_command
@@ -25,7 +25,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import SILENT, Progress
-from jetrl_patch.trainer.rules import Check, Report, from_error
+from jetrl_patch.trainer.rules import Check, Memory, Report, from_error
 
 __all__ = ["examine", "show"]
 
@@ -59,8 +59,27 @@ def show(report: Report, console: Console | None = None) -> None:
             table.add_row(check.name, f"[{_STYLES[state]}]{state}[/]", escape(finding) + to_do)
         table.add_section()
     console.print(table)
+    if report.memory:
+        console.print(_memory(report.memory))
+        console.print(f"[dim]{memory.NOT_COUNTED}[/]")
     colour = {True: "green", False: "red", None: "magenta"}[report.starts]
     console.print(f"[bold {colour}]{report.verdict}[/]")
+
+
+def _memory(rows: Sequence[Memory]) -> Table:
+    table = Table(title="memory on each rank, an estimate", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("side", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("", no_wrap=True, justify="right")
+    table.add_column("from", overflow="fold")
+    for row in rows:
+        table.add_row(row.side, row.what, "?" if row.bytes is None else _size(row.bytes), escape(row.how))
+    return table
+
+
+def _size(count: float) -> str:
+    unit, name = next(((1 << shift, name) for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if count >= 1 << shift), (1, "B"))
+    return f"{count / unit:.1f} {name}"
 
 
 def _counted(number: int) -> str:
@@ -134,6 +153,8 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
         report.checks += check_launch(framework, arguments, config, environ)
         said = {check.finding for check in report.checks}  # a wrong section of verl's stands among its settings as well
         report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in said]
+        trainer = registry.trainer(framework)
+        report.memory = memory.estimate(trainer.model_path(arguments)[0], trainer.layout(arguments, config), config)
     return report
 
 

@@ -64,6 +64,8 @@ def check_needs(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str
     for place in needs.files:
         if not Path(place.path).is_file():
             yield _missing("code", place, "no such file", f"check {place.setting}")
+    if needs.resumes.path:
+        yield _resumed(needs.resumes)
     if needs.interpreter.path:
         yield _interpreter(needs.interpreter)
 
@@ -141,6 +143,14 @@ def _data(needs: Needs) -> Iterator[Check]:
             yield _missing("data", place, "no such file", f"check {place.setting}")
     if found:
         yield Check("data", "ok", ", ".join(found))
+
+
+def _resumed(place: Place) -> Check:
+    """The checkpoint that the run resumes from. Its record is compared with the settings where the settings are checked."""
+    if os.path.isdir(place.path):
+        return Check("checkpoint", "ok", f"the run resumes from {place.path}")
+    finding = f"{place.setting}: the run resumes from {place.path}, and there is no such folder here"
+    return Check("checkpoint", "unknown", finding, f"check {place.setting}, or run jetrl doctor where the folder is")
 
 
 def _interpreter(place: Place) -> Check:

@@ -1,0 +1,130 @@
+"""An estimate of the memory that a run takes per rank, before it starts. docs/memory.md has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl_patch import registry
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.kernels.formats import BLOCK
+from jetrl_patch.native import machine
+from jetrl_patch.registry import Layout
+from jetrl_patch.trainer.preflight import built
+from jetrl_patch.trainer.rules import Memory
+
+__all__ = ["NOT_COUNTED", "estimate"]
+
+#: what the estimate leaves out, in one line
+NOT_COUNTED = (
+    "not counted: activations and logits, critic, reference and reward models, sync buffers, CUDA graphs, fragmentation; "
+    "docs/memory.md says what they take"
+)
+
+#: bytes of AdamW's two moments per parameter
+_MOMENTS = {"fp32": 8.0, "8bit": 2.03, "fp8": 2.03}
+#: bytes of an FP8 weight with its FP32 scale per block of 128 x 128
+_FP8 = 1 + 4 / BLOCK**2
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Counts of a model: ``parameters`` in all, ``quantized`` of them in ``blocks`` transformer blocks; KV values per token."""
+
+    parameters: int
+    quantized: int
+    blocks: int
+    kv: int
+    kv_heads: int
+
+
+def estimate(path: Any, layout: Layout, config: Config) -> list[Memory]:
+    """Rows of the table, in bytes; empty if the model is not in a folder here or is wrong in a way that a check reports.
+
+    Args:
+        path: the model's folder, or its name in the hub's cache.
+        layout: where the framework keeps the policy.
+    """
+    try:
+        found = built(path, config, layout.tensor_parallel, layout.expert_parallel)
+    except JetrlError:
+        return []
+    if found is None:
+        return []
+    model = _counted(*found)
+    return [*_trainer(model, layout, config), *_rollout(model, layout, config, _gpu(config))]
+
+
+def _counted(model: Any, quantized: Any) -> _Model:
+    from jetrl_patch.fp8.convert import share_of
+
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
+    cached = sum("linear" not in kind for kind in kinds)  # a delta net keeps a state of one size
+    latent = getattr(text, "kv_lora_rank", None)
+    kv = cached * (latent + text.qk_rope_head_dim if latent else 2 * heads * width)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return _Model(total, round(share_of(model, quantized).parameters * total), text.num_hidden_layers, kv, 1 if latent else heads)
+
+
+def _trainer(model: _Model, layout: Layout, config: Config) -> Iterator[Memory]:
+    """Weights, gradients and optimizer as the framework splits them, and the FP8 bytes that are held for them."""
+    if layout.weights is None or layout.gradients is None or layout.optimizer is None:
+        yield Memory("trainer", "not estimated", None, layout.trainer)
+        return
+    moments = _MOMENTS[config.optimizer_states]
+    for what, part in (("weights", layout.weights), ("gradients", layout.gradients), ("optimizer", layout.optimizer)):
+        each = part.bytes + (moments if what == "optimizer" else 0)
+        where = "in CPU memory" if what in layout.offloaded else ""
+        how = f"{each:g} bytes x {_billions(model.parameters)}" + (f" / {part.ranks} ranks" if part.ranks > 1 else "")
+        engine = layout.trainer if what == "weights" else ""
+        yield Memory("trainer", what, each * model.parameters / part.ranks, ", ".join(filter(None, (how, where, engine))))
+    if config.fp8_train:
+        yield Memory("trainer", "FP8 weights held", *_held(model, layout, config))
+
+
+def _held(model: _Model, layout: Layout, config: Config) -> tuple[float, str]:
+    """The table "How often a rank quantizes a weight" of docs/memory.md."""
+    p, ranks = model.quantized, 1 if layout.weights is None else layout.weights.ranks
+    if ranks == 1:
+        return 2.0 * p, f"2 x {_billions(p)}, as they are and transposed, until the last backward of a step"
+    if config.fp8_all_gather:
+        return p / ranks, f"{_billions(p)} / {ranks} ranks (fp8_all_gather)"
+    if not layout.reshards:
+        return 4.0 * p, f"(2 FP8 + 2 gathered BF16) x {_billions(p)}"
+    return 2.0 * p / model.blocks, f"2 x one of {model.blocks} blocks at a time"
+
+
+def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
+    """Weights of one rank of an engine, a token's KV cache, and what ``gpu_memory_utilization`` of ``gpu`` bytes leaves for it."""
+    tp = layout.tensor_parallel
+    small = model.quantized if config.quantized_rollout else 0
+    weights = (small * _FP8 + (model.parameters - small) * 2) / tp
+    how = f"1 byte x {_billions(small)} + 2 bytes x {_billions(model.parameters - small)}"
+    yield Memory("rollout", "weights", weights, f"({how}) / {tp} ranks" if tp > 1 else how)
+    each = 1 if config.kv_cache == "fp8" else 2
+    token = model.kv * each / min(tp, model.kv_heads)
+    yield Memory("rollout", "KV cache of one token", token, f"{each} byte{'s' * (each > 1)} x {model.kv} values" + " / TP" * (tp > 1))
+    if not gpu or layout.utilization is None:
+        yield Memory("rollout", "KV cache", None, "no GPU here, so what gpu_memory_utilization leaves is not known")
+        return
+    left = gpu * layout.utilization - weights
+    of = f"gpu_memory_utilization={layout.utilization:g} of {gpu / 2**30:.0f} GiB, less the weights"
+    yield Memory("rollout", "KV cache, at most", left, f"{of}: {max(0, int(left / token)):,} tokens" if token else of)
+
+
+def _gpu(config: Config) -> float:
+    """Bytes of one GPU's memory; 0 without a GPU, and in a run on the CPU."""
+    if registry.platform().is_cpu_run(config) or not machine.count_gpus():
+        return 0.0
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e7 else f"{count:,.0f}"
