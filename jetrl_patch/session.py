@@ -367,7 +367,7 @@ def _check_target(what: Patch | OnImport) -> None:
         version = installed_version(root)
         raise PatchError(
             f"{what.target} is missing: {root}{f' {version}' if version else ''} has no module {what.module}. "
-            f"Install a supported version of {root}; `jetrl status` lists them."
+            f"Install a supported version of {root}; `jetrl doctor --status` lists them."
         )
     module = sys.modules.get(what.module)
     if isinstance(what, Patch) and module is not None:

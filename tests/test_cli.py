@@ -17,20 +17,26 @@ from jetrl_patch.patching import guards
 
 
 def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = CliRunner().invoke(app, ["status"])
+    text = CliRunner().invoke(app, ["doctor", "--status"])
     assert text.exit_code == 0
     assert all(name in text.output for name in SUPPORTED)
     assert "asks for nothing" in text.output
     monkeypatch.setenv("JETRL_PRECISION", "bf16")
-    result = json.loads(CliRunner().invoke(app, ["status", "--json"]).output)
+    result = json.loads(CliRunner().invoke(app, ["doctor", "--status", "--json"]).output)
     assert result["config"]["precision"] == "bf16"
     assert set(result["frameworks"]) == set(SUPPORTED)
     assert result["frameworks"]["vllm"]["state"] == "ok"
     repairs = [patch for patch in result["patches"] if patch["fixes"]]
     assert repairs and all(patch["needed_by"] for patch in repairs) and len(repairs) < len(result["patches"])
-    text = CliRunner().invoke(app, ["status"])
+    text = CliRunner().invoke(app, ["doctor", "--status"])
     assert f"fixes for bugs of other projects among them (upstream_fixes=False): {len(repairs)}\n" in text.output
     assert all(f"{patch['target']}  {patch['upstream']}\n" in text.output for patch in repairs)
+
+
+def test_the_former_name_of_status_still_works() -> None:
+    former, now = (CliRunner().invoke(app, words) for words in (["status"], ["doctor", "--status"]))
+    assert (former.exit_code, former.stdout) == (now.exit_code, now.stdout)
+    assert former.stderr.count("\n") == 1 and "use `jetrl doctor --status`" in former.stderr and not now.stderr
 
 
 def test_the_version_is_the_package_s() -> None:
@@ -40,7 +46,7 @@ def test_the_version_is_the_package_s() -> None:
 
 def test_status_fails_where_a_version_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "installed_version", lambda _: "0.0.1")
-    result = CliRunner().invoke(app, ["status"])
+    result = CliRunner().invoke(app, ["doctor", "--status"])
     assert result.exit_code == 1
     assert "unsupported" in result.output
 
@@ -62,7 +68,7 @@ def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_of_the_project_is_one_line_and_status_2() -> None:
     environ = {"PATH": os.environ["PATH"], "JETRL_PRECISION": "fp9"}
-    command = [sys.executable, "-m", "jetrl_patch.cli.main", "status"]
+    command = [sys.executable, "-m", "jetrl_patch.cli.main", "doctor", "--status"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd="/")
     assert run.returncode == 2
     assert run.stdout == ""

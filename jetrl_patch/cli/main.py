@@ -84,12 +84,18 @@ def doctor(
     precision: Annotated[str | None, typer.Option(help=SETTINGS["precision"].help)] = None,
     align: Annotated[str | None, typer.Option(help=SETTINGS["align"].help)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
+    versions: Annotated[
+        bool, typer.Option("--status", help="only print versions, the environment's settings, and the patches they ask for")
+    ] = False,
 ) -> None:
     """Check whether a run would start here, what is missing, and what the plugin would change. Changes nothing.
 
     With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
-    The exit status is 0 if a run would start, 1 if not, and 2 if that cannot be told from here.
+    The exit status is 0 if a run would start, 1 if not, and 2 if that cannot be told from here. With --status it is 1 if an
+    installed framework is in a version that is not supported.
     """
+    if versions:
+        raise typer.Exit(_status(as_json))
     from jetrl_patch.cli.doctor.examine import examine, show
 
     flags = [FLAG] if fp8_unified else []
@@ -156,12 +162,15 @@ def export(
     command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True), display)
 
 
-@app.command()
+@app.command(hidden=True)
 def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """Print the supported and the installed versions, the settings in the environment, and the patches that they ask for.
+    """The former name of jetrl doctor --status."""
+    print("jetrl: `jetrl status` is deprecated; use `jetrl doctor --status`", file=sys.stderr)
+    raise typer.Exit(_status(as_json))
 
-    The exit status is 1 if an installed framework is in a version that is not supported.
-    """
+
+def _status(as_json: bool) -> int:
+    """Print what is supported and installed, and what the environment asks for. Returns 1 if a version is unsupported."""
     here = set(installed_frameworks())
     rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
     environment.check_names()
@@ -189,7 +198,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
             print(f"fixes for bugs of other projects among them (upstream_fixes={config.fixes_upstream}): {len(fixes)}")
             for patch in fixes:
                 print(f"  {patch.fixes:11}{patch.target}  {patch.upstream}")
-    raise typer.Exit(1 if unsupported else 0)
+    return 1 if unsupported else 0
 
 
 def _planned(config: Config) -> tuple[str, list[PatchStatus]]:

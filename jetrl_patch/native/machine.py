@@ -1,4 +1,4 @@
-"""Checks of this machine, for errors, test skips and ``jetrl status``, and of the compiler that DeepGEMM needs."""
+"""Checks of this machine, for errors, test skips and ``jetrl doctor``, and of the compiler that DeepGEMM needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Checks of this machine, ``check_*() -> (ok, reason)``, for errors, test skips and ``jetrl status``
+# ---- Checks of this machine, ``check_*() -> (ok, reason)``, for errors, test skips and ``jetrl doctor``
 # If ok, the reason is what was found, such as a version or a device name. If not, it says what is missing. Only ``check_torch``
 # and the checks of hardware import torch.
 

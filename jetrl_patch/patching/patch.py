@@ -184,5 +184,5 @@ def _get(owner: Any, name: str, done: str) -> Any:
         root = done.split(".")[0]
         raise PatchError(
             f"{done}.{name} is missing: the {kind} {done} has no attribute {name!r}. "
-            f"Install a supported version of {root}; `jetrl status` lists them."
+            f"Install a supported version of {root}; `jetrl doctor --status` lists them."
         ) from None

@@ -94,6 +94,25 @@ def test_a_run_that_resumes_nothing_has_nothing_to_compare(framework: str, place
     assert found(framework, [word for word in plain if word != "--ckpt.load_enable"], LINEAR) == []
 
 
+@pytest.mark.parametrize("framework", COMMANDS)
+def test_the_doctor_names_the_folder_that_a_run_resumes_from(framework: str, place: Path) -> None:
+    command, _ = COMMANDS[framework]
+
+    def checks(arguments: list[str]) -> list[tuple[str, str]]:
+        return [(found.state, found.finding) for found in judge(framework, arguments, LINEAR) if found.name == "checkpoint"]
+
+    assert checks(command(place)) == []
+    folder = save(place, framework, LINEAR)
+    step = folder.parent if framework == "verl" else folder
+    assert checks(command(place)) == [("ok", f"the run resumes from {step}")]
+
+
+def test_the_doctor_does_not_see_the_folder_that_verl_is_told_to_resume_from(place: Path) -> None:
+    gone = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={place}/global_step_7"]
+    (found,) = [check for check in judge("verl", verl(place, *gone), LINEAR) if check.name == "checkpoint"]
+    assert found.state == "unknown" and f"resumes from {place}/global_step_7, and there is no such folder" in found.finding
+
+
 def test_what_verl_resumes_from(place: Path) -> None:
     save(place, "verl", BF16)
     older = place / "elsewhere" / "global_step_5"

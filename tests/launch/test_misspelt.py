@@ -57,7 +57,7 @@ def test_a_plugin_that_is_switched_off_reads_nothing(monkeypatch: pytest.MonkeyP
 
 def test_status_does_not_say_that_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JETRL_PRECISON", "fp8-unified")
-    result = CliRunner().invoke(app, ["status"])
+    result = CliRunner().invoke(app, ["doctor", "--status"])
     assert isinstance(result.exception, ConfigError) and "JETRL_PRECISON" in str(result.exception)
 
 

@@ -78,8 +78,10 @@ def _memory(rows: Sequence[Memory]) -> Table:
 
 
 def _size(count: float) -> str:
-    unit, name = next(((1 << shift, name) for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if count >= 1 << shift), (1, "B"))
-    return f"{count / unit:.1f} {name}"
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(count) >= 1 << shift:
+            return f"{count / (1 << shift):.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 def _counted(number: int) -> str:

@@ -100,7 +100,7 @@ def _held(model: _Model, layout: Layout, config: Config) -> tuple[float, str]:
 
 
 def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
-    """Weights of one rank of an engine, a token's KV cache, and what ``gpu_memory_utilization`` of ``gpu`` bytes leaves for it."""
+    """Weights on one rank of an engine, a token's KV cache, and what is left for the cache of ``gpu`` bytes."""
     tp = layout.tensor_parallel
     small = model.quantized if config.quantized_rollout else 0
     weights = (small * _FP8 + (model.parameters - small) * 2) / tp
@@ -108,7 +108,8 @@ def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Itera
     yield Memory("rollout", "weights", weights, f"({how}) / {tp} ranks" if tp > 1 else how)
     each = 1 if config.kv_cache == "fp8" else 2
     token = model.kv * each / min(tp, model.kv_heads)
-    yield Memory("rollout", "KV cache of one token", token, f"{each} byte{'s' * (each > 1)} x {model.kv} values" + " / TP" * (tp > 1))
+    split = f" / {min(tp, model.kv_heads)} ranks" if token < model.kv * each else ""
+    yield Memory("rollout", "KV cache of one token", token, f"{each} x {model.kv} values{split}")
     if not gpu or layout.utilization is None:
         yield Memory("rollout", "KV cache", None, "no GPU here, so what gpu_memory_utilization leaves is not known")
         return
