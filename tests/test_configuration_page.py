@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.config import Config, environment
+from jetrl_patch.cli.run import USAGE
+from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import split
+from jetrl_patch.config.fields import FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "configuration.md").read_text()
@@ -31,6 +33,16 @@ def test_every_setting_is_there_with_its_variable_its_key_and_its_meaning(script
         assert f"| `{variable}` | `jetrl.{name}` |" in TEXT
     for name in environment.VARIABLES:
         assert f"`{name}`" in TEXT
+
+
+def test_the_settings_that_matter_first_are_named_first_everywhere() -> None:
+    page = TEXT[TEXT.index("## All settings") : TEXT.index("<!-- options -->")]
+    for text, quote in ((Config.__doc__ or "", "``"), (page, "`"), (USAGE[USAGE.index("settings to decide on first") :], " ")):
+        places = [text.index(f"{quote}{name}{quote}") for name in FIRST]
+        assert places == sorted(places)
+    others = [name for name in SETTINGS if name not in FIRST]
+    assert all(f"``{name}``" in (Config.__doc__ or "") and name in USAGE for name in others)
+    assert len(FIRST) == 8
 
 
 def test_the_command_line_forms_are_understood() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from jetrl_patch import registry
 from jetrl_patch.config import SETTINGS, environment
 from jetrl_patch.config.arguments import FLAG, PROGRAMS, Launch, split
+from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH, written
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.guards import module_exists
 
@@ -96,8 +97,22 @@ def _options() -> str:
     for found in SETTINGS.values():
         if found.option is not None:
             lines.append((f"{found.flag} {found.option}".strip(), found.help))
-    lines.append(("--set KEY=VALUE", f"any setting: {', '.join(SETTINGS)}"))
+    lines.append(("--set KEY=VALUE", "any setting"))
     return "\n".join(f"  {option:28} {text}" for option, text in lines)
+
+
+def _settings() -> str:
+    """The usage text's lines on settings: those to decide on first, with values and defaults, then the others by group."""
+    lines = []
+    for name in FIRST:
+        found = SETTINGS[name]
+        default = str(found.default).lower() if found.form is SWITCH else written(found.default) or "by precision"
+        lines.append(f"  {name:28} {', '.join(found.choices) or found.form.values.replace('`', '')} (default: {default})")
+    lines.append("and by group:")
+    for group in GROUPS:
+        names = [name for name, found in SETTINGS.items() if found.group == group and name not in FIRST]
+        lines.append(f"  {group:28} {', '.join(names)}")
+    return "\n".join(lines)
 
 
 USAGE = f"""\
@@ -109,6 +124,10 @@ Run a program with the plugin enabled in all its processes. Without a precision 
 
 {_options()}
   -h, --help                   show this text (after `jetrl verl` or `jetrl openrlhf`: the program's help)
+
+settings to decide on first:
+{_settings()}
+docs/configuration.md explains each.
 
 ARGS reach the program byte for byte. Options override JETRL_* variables.
 """

@@ -12,24 +12,8 @@ from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Pr
 from jetrl_patch.errors import ConfigError
 
 __all__ = [
-    "BOUNDS",
-    "GROUPS",
-    "NUMBER",
-    "PATTERNS",
-    "PREFIX",
-    "SECONDS",
-    "SETTINGS",
-    "SWITCH",
-    "WHOLE",
-    "WORD",
-    "Fields",
-    "Form",
-    "Setting",
-    "from_text",
-    "read_switch",
-    "setting",
-    "settings_of",
-    "written",
+    "BOUNDS", "FIRST", "GROUPS", "NUMBER", "PATTERNS", "PREFIX", "SECONDS", "SETTINGS", "SWITCH", "WHOLE", "WORD", "Fields",
+    "Form", "Setting", "from_text", "read_switch", "setting", "settings_of", "written",
 ]  # fmt: skip
 
 
@@ -124,6 +108,11 @@ GROUPS = {
     "optimizer": "The format of the optimizer state, and which checkpoints can be resumed.",
     "process": "The device the run uses, and whether bugs of the frameworks are fixed.",
 }
+
+#: the settings that a new user decides on, the most important first; the defaults of the others are rarely changed
+FIRST = (
+    "precision", "align", "correction", "decode_graphs", "on_mismatch", "old_log_probs", "audit_fraction", "monitor_every",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,21 @@ __all__ = ["Config"]
 class Config(Derived):
     """The settings of a run, frozen and keyword-only. Every process of a run must have equal settings.
 
-    The fields are the settings in ``jetrl_patch/config/fields.py``. Raises ConfigError for a value that is unknown or
-    malformed, and for settings that contradict each other.
+    Decide on these first, in this order: ``precision``, ``align``, ``correction``, ``decode_graphs``, ``on_mismatch``,
+    ``old_log_probs``, ``audit_fraction``, ``monitor_every``. The rest, by group:
+
+    - precision: ``scale_format``, ``exclude``, ``on_cut``, ``head_dtype``
+    - exactness: ``backend``, ``router_replay``, ``exact_attention``
+    - rollout: ``rollout_granularity``, ``smoothing``, ``invariant_scale``, ``kv_cache``
+    - sync: ``sync``, ``sync_timeout``, ``fp8_all_gather``
+    - monitor: ``monitor_layers``, ``monitor_sqnr``, ``monitor_underflow``, ``monitor_action``, ``measure_routes``, ``guard_sqnr``
+    - correction: ``correction_bounds``, ``acr``
+    - optimizer: ``optimizer_states``, ``resume_any``
+    - process: ``platform``, ``upstream_fixes``
+
+    ``jetrl_patch/config/fields.py`` defines each with its values and its meaning; docs/configuration.md has them as tables.
+
+    Raises ConfigError for a value that is unknown or malformed, and for settings that contradict each other.
     """
 
     def __post_init__(self) -> None:
