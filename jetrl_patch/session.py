@@ -17,9 +17,8 @@ from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, PatchError, differences, explain
 from jetrl_patch.models.structure import units
 from jetrl_patch.patching.guards import installed_version, module_exists, require_versions
-from jetrl_patch.patching.hooks import ImportHook, watch
 from jetrl_patch.patching.journal import Journal
-from jetrl_patch.patching.patch import OnImport, Patch, apply_patch, find_target
+from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_patch, find_target, watch
 
 __all__ = [
     "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with",

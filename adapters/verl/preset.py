@@ -20,8 +20,7 @@ from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.yaml_settings import SECTION, given
 from jetrl_patch.config import SETTINGS, Config, environment, from_text
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
-from jetrl_patch.patching.hooks import watch
-from jetrl_patch.patching.patch import apply_patch, gated
+from jetrl_patch.patching.patch import apply_patch, gated, watch
 from jetrl_patch.registry import Journal, Patch
 
 _UNIFIED = SETTINGS["precision"].default

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl_patch.config import checks
-from jetrl_patch.config.checks import check_monitor, check_precision, check_scaling
+from jetrl_patch.config.checks import Derived, check_monitor, check_precision, check_scaling
 from jetrl_patch.config.corrections import check_bounds
-from jetrl_patch.config.derived import Derived
 from jetrl_patch.config.fields import SETTINGS, SWITCH, from_text, written
 from jetrl_patch.errors import ConfigError, unknown
 

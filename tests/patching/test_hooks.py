@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from jetrl_patch.errors import PatchError
-from jetrl_patch.patching.hooks import watch
+from jetrl_patch.patching.patch import watch
 
 MakeModule = Callable[[str], str]
 _numbers = itertools.count()
@@ -125,7 +125,7 @@ def test_a_module_whose_own_import_fails_keeps_its_hooks(make_module: MakeModule
 def test_a_module_in_the_middle_of_its_own_import_is_refused(make_module: MakeModule) -> None:
     name = make_module(
         """
-        from jetrl_patch.patching.hooks import watch
+        from jetrl_patch.patching.patch import watch
         watch(__name__, lambda module: module.late)
         late = 1
         """
