@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from jetrl_patch.adapters import cpu
-from jetrl_patch.cli.doctor import surroundings
-from jetrl_patch.cli.doctor.launch import judge
-from jetrl_patch.cli.doctor.surroundings import check_command
+from jetrl_patch.cli.doctor import launch
+from jetrl_patch.cli.doctor.launch import check_command, judge
 from jetrl_patch.config import Config
 from jetrl_patch.native import machine
 from jetrl_patch.trainer import preflight
@@ -215,9 +214,9 @@ def test_openrlhf_without_data(place: Path) -> None:
 
 def test_an_environment_of_its_own_for_the_workers(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "uv -v run --frozen --all-packages --extra vllm --extra fsdp"
-    monkeypatch.setattr(surroundings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
     assert only(judge("verl", verl(place, f"{PYTHON}='{command}'"), BF16))[:2] == ("environment", "problem")
-    monkeypatch.setattr(surroundings.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(launch.shutil, "which", lambda name: f"/bin/{name}")
     checks = judge("verl", verl(place, f"{PYTHON}='{command}'"), BF16)
     name, state, finding = only(checks)
     assert (name, state) == ("environment", "unknown") and "of which nothing was checked" in finding

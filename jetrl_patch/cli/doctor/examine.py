@@ -17,8 +17,7 @@ from jetrl_patch import registry
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli.doctor import checks, memory
 from jetrl_patch.cli.doctor.checks import check_patches, check_versions
-from jetrl_patch.cli.doctor.launch import Started, check_launch, check_settings, recognise, usable
-from jetrl_patch.cli.doctor.surroundings import check_command
+from jetrl_patch.cli.doctor.launch import Started, check_command, check_launch, check_settings, recognise, usable
 from jetrl_patch.cli.run import program_problem
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import JetrlError
