@@ -31,22 +31,9 @@ if TYPE_CHECKING:
     from jetrl_patch.session import Status, disable, enable, status
 
 __all__ = [
-    "AuditError",
-    "Config",
-    "ConfigError",
-    "ConflictError",
-    "JetrlError",
-    "ModelError",
-    "NotPatchedError",
-    "PatchError",
-    "Status",
-    "SyncError",
-    "VersionError",
-    "__version__",
-    "disable",
-    "enable",
-    "status",
-]
+    "AuditError", "Config", "ConfigError", "ConflictError", "JetrlError", "ModelError", "NotPatchedError", "PatchError",
+    "Status", "SyncError", "VersionError", "__version__", "disable", "enable", "status",
+]  # fmt: skip
 
 _HOME = {
     "Config": "jetrl_patch.config",

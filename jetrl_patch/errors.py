@@ -10,25 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 __all__ = [
-    "UNQUANTIZED",
-    "AuditError",
-    "ConfigError",
-    "ConflictError",
-    "JetrlError",
-    "ModelError",
-    "NotPatchedError",
-    "PatchError",
-    "PrecisionError",
-    "SyncError",
-    "VersionError",
-    "check_target",
-    "differences",
-    "explain",
-    "reading",
-    "shown",
-    "split_fix",
-    "unknown",
-    "writing",
+    "UNQUANTIZED", "AuditError", "ConfigError", "ConflictError", "JetrlError", "ModelError", "NotPatchedError", "PatchError",
+    "PrecisionError", "SyncError", "VersionError", "check_target", "differences", "explain", "reading", "shown", "split_fix",
+    "unknown", "writing",
 ]  # fmt: skip
 
 

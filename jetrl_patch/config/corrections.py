@@ -14,15 +14,7 @@ from typing import Literal
 from jetrl_patch.errors import ConfigError, explain
 
 __all__ = [
-    "CORRECTIONS",
-    "DEFAULT_BOUNDS",
-    "KINDS",
-    "SEQUENCE_KINDS",
-    "TRUNCATED",
-    "Correction",
-    "Kind",
-    "check_bounds",
-    "interval",
+    "CORRECTIONS", "DEFAULT_BOUNDS", "KINDS", "SEQUENCE_KINDS", "TRUNCATED", "Correction", "Kind", "check_bounds", "interval",
 ]  # fmt: skip
 
 Kind = Literal["none", "tis", "seq-tis", "mis", "seq-mis", "geo-mis", "icepop"]

@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = [
-    "DEFAULT",
-    "MODES",
-    "PRECISIONS",
-    "QUANTIZATIONS",
-    "ROLLOUT_FORMATS",
-    "Granularity",
-    "Mode",
-    "Precision",
-    "ResolvedAlign",
+    "DEFAULT", "MODES", "PRECISIONS", "QUANTIZATIONS", "ROLLOUT_FORMATS", "Granularity", "Mode", "Precision", "ResolvedAlign",
     "RolloutFormat",
 ]  # fmt: skip
 

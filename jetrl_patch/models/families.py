@@ -13,19 +13,8 @@ from typing import Any
 from jetrl_patch.models.family import GATE_UP, QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
 
 __all__ = [
-    "ABSORBED",
-    "DENSE_BLOCKS",
-    "FAMILIES",
-    "LLAMA_LIKE",
-    "MERGED",
-    "ROW_PARALLEL",
-    "TOWERS",
-    "Family",
-    "Part",
-    "Setting",
-    "covering",
-    "family_of",
-    "titles",
+    "ABSORBED", "DENSE_BLOCKS", "FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "TOWERS", "Family", "Part", "Setting",
+    "covering", "family_of", "titles",
 ]  # fmt: skip
 
 _DENSE = "vLLM does not say which layers it merges in a dense block"

@@ -15,7 +15,7 @@ from examples.openrlhf.h100.reward import reward_func
 from jetrl_patch import registry
 from jetrl_patch.adapters import cpu
 from jetrl_patch.backends import capability
-from jetrl_patch.cli.doctor import examine, surroundings
+from jetrl_patch.cli.doctor import examine, launch
 from jetrl_patch.native import machine
 from jetrl_patch.patching import guards
 
@@ -78,7 +78,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
-    monkeypatch.setattr(surroundings, "_data", lambda needs: iter(()))
+    monkeypatch.setattr(launch, "_data", lambda needs: iter(()))
 
 
 @pytest.mark.usefixtures("target")

@@ -18,22 +18,8 @@ from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, number
 from jetrl_patch.config.fields import Fields
 
 __all__ = [
-    "ALL_LAYERS",
-    "DARK",
-    "FP8",
-    "GROUPS",
-    "LIGHT",
-    "LIMIT",
-    "OTHER",
-    "TIME",
-    "Chart",
-    "Scales",
-    "Style",
-    "choose",
-    "describe",
-    "draw",
-    "split_name",
-    "thin",
+    "ALL_LAYERS", "DARK", "FP8", "GROUPS", "LIGHT", "LIMIT", "OTHER", "TIME", "Chart", "Scales", "Style", "choose",
+    "describe", "draw", "split_name", "thin",
 ]  # fmt: skip
 
 GROUPS = LEARNING, MISMATCH, TIME, FP8, OTHER = (
