@@ -1,4 +1,4 @@
-"""The errors that jetrl_patch raises, their wording, and those of files and folders that cannot be read or written."""
+"""The errors that jetrl_patch raises, how they are worded, and errors about files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PatchError(JetrlError):
 
 
 class ConflictError(JetrlError):
-    """Another party holds what is to be changed: a different config is active, or the attribute has another patch."""
+    """Something else is in the way: a different config is active, or other code has patched the attribute."""
 
 
 class PrecisionError(JetrlError):
@@ -119,7 +119,7 @@ def split_fix(message: str) -> tuple[str, str]:
     return (finding, fix.removesuffix(".")) if mark else (message, "")
 
 
-# ---- Files and folders that a command reads or writes: what the system refuses is said in one line
+# ---- Files and folders that a command reads or writes: one line for an error of the system ------
 
 @contextlib.contextmanager
 def reading(place: str | os.PathLike[str]) -> Iterator[None]:
@@ -171,7 +171,7 @@ def check_target(place: Path, *, folder: bool) -> None:
 
 
 def _check_folder(place: Path, create: bool = True) -> None:
-    """Make a file, in the folder or in a folder beside it, and remove it again."""
+    """Create and remove a folder there, or in the closest parent that exists, to see whether writing works."""
     existing = place.absolute()
     while create and not existing.exists() and existing != existing.parent:
         existing = existing.parent

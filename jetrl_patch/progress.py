@@ -49,7 +49,7 @@ SILENT: Progress = _Silent()
 
 
 class Display:
-    """Shows progress on stderr while a ``with`` block runs. A second block goes on with the same clock.
+    """Shows progress on stderr while a ``with`` block runs. A second block continues the same clock.
 
     Args:
         command: its name, at the beginning of every line of a log.
@@ -88,7 +88,7 @@ class Display:
             self._bar.stop()
         if self._ended is not None:
             self._ended.set()
-        with self._lock:  # what is being written is written before the command goes on
+        with self._lock:  # finish the current write before the command continues
             self._bar = self._ended = None
             self._name = ""
 

@@ -55,19 +55,19 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a launch takes from the machine that it runs on.
+    """What a launch needs on its machine.
 
     Attributes:
         pools: its GPUs; no pool shares a GPU with another.
         num_gpus: the setting that tells Ray how many GPUs there are, and its value (None: Ray counts them).
         cluster: the setting and the address of a running Ray cluster; an empty path if Ray is started by the launch.
-        models: further models besides the policy.
+        models: models other than the policy.
         tokenizer: where the tokenizer is.
         data: data files; a hub's data sets count if the framework takes them.
         files: the user's code.
         own_data: whether a class of the user's own reads the data, so that a path need not be a file.
         interpreter: the command that runs Ray's workers instead of this Python; an empty path if there is none.
-        resumes: the checkpoint that the run resumes from; an empty path if it starts anew.
+        resumes: the checkpoint that the run resumes from; an empty path if it starts from scratch.
     """
 
     pools: tuple[Pool, ...]
@@ -94,9 +94,9 @@ class Layout:
     """Where a launch keeps the policy, for an estimate of its memory.
 
     Attributes:
-        trainer: the engine and its ranks in words; without ``weights``, why the trainer's part cannot be told.
+        trainer: describes the engine and its ranks; without ``weights``, says why the trainer's part is unknown.
         weights, gradients: of the trainer.
-        optimizer: what the optimizer keeps besides AdamW's moments, such as FP32 masters; the moments are split as it is.
+        optimizer: what the optimizer keeps in addition to AdamW's moments, which are split the same way: FP32 masters.
         reshards: whether gathered weights are freed after a layer's forward.
         offloaded: "weights", "gradients" or "optimizer", as far as they are in CPU memory.
         tensor_parallel, expert_parallel: the rollout's sizes.
@@ -150,7 +150,7 @@ class Trainer(Protocol):
         """Return the setting that needs flash-attn on a GPU, or an empty string."""
 
     def needs(self, settings: Any, /) -> Needs:
-        """Return what a launch with these settings takes from its machine."""
+        """Return what a launch with these settings needs on its machine."""
 
     def layout(self, settings: Any, config: Config, /) -> Layout:
         """Return where a launch with these settings keeps the policy."""
@@ -191,7 +191,7 @@ class Models(Protocol):
         """Convert a loaded model in place and return the names of its quantized layers."""
 
     def share_sequences(self, model: Any, exchange: Exchange, /) -> None:
-        """Let attention see whole sequences, of which each rank of ``exchange`` holds a slice. Raises ModelError."""
+        """Make attention see whole sequences when each rank of ``exchange`` holds a slice of them. Raises ModelError."""
 
     def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
         """Take layers of a converted model out of FP8: all of them, or none with an error."""
@@ -200,7 +200,7 @@ class Models(Protocol):
         """The trainer's log-probs of the sampled tokens."""
 
     def explain(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> list[Step]:
-        """What each op of the trainer adds to the mismatch with an exact rollout."""
+        """How much each op of the trainer adds to the mismatch with an exact rollout."""
 
 
 class Rollout(Protocol):
@@ -228,7 +228,7 @@ class Platform(Protocol):
         """Whether the run computes on the CPU."""
 
     def logical_gpus(self, framework: str, /) -> int:
-        """The number of logical GPUs that a CPU run of a framework gets where its settings name none."""
+        """The number of logical GPUs in a framework's CPU run whose settings do not set it."""
 
 
 class Merger(Protocol):
@@ -263,7 +263,7 @@ class Adapter:
     requires: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: Config) -> None:
-        """Raise a JetrlError, such as a ConfigError, for what is sure to fail. Change nothing."""
+        """Raise a JetrlError if the run is certain to fail. Change nothing."""
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the attributes to replace, each when its module is imported, or at once if it is already."""

@@ -37,7 +37,7 @@ class Notes:
         layers: FP8 layers.
         cut: layers that ``on_cut="bf16"`` leaves in BF16.
         guarded: layers that the precision guard took out of FP8.
-        backend: the GEMM backend. attention: what computes exact attention in the place of the backend's own, if anything.
+        backend: the GEMM backend. attention: the exact attention, if it is not the backend's own.
     """
 
     layers: dict[str, None] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def active_config() -> Config:
 
 
 def asked_config() -> Config:
-    """The active settings before they were resolved: what nobody set has its default. Raises as ``active_config``."""
+    """The active settings before they were resolved: unset ones have their defaults. Raises as ``active_config``."""
     config = active_config()
     return config if _asked is None else _asked
 
@@ -140,7 +140,7 @@ def register_guarded(names: Iterable[str]) -> None:
 
 
 def register_backend(name: str, attention: str = "") -> None:
-    """Record the GEMM backend, and another attention than its own, that this process has chosen, for ``status()``."""
+    """Record this process's GEMM backend, and its attention if that is not the backend's own, for ``status()``."""
     _notes.backend, _notes.attention = name, attention
 
 
@@ -198,7 +198,7 @@ class Status:
         cut: names of the layers in BF16 because the rollout's tensor parallelism cuts a block of them (``on_cut``).
         guarded: names of the layers that the precision guard took out of FP8.
         backend: the GEMM backend.
-        attention: what computes exact attention in the place of the backend's own; empty if that does.
+        attention: the exact attention, if it is not the backend's own; else empty.
         failure: why the last session of the process failed; empty if it did not.
     """
 

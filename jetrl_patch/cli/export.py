@@ -44,7 +44,7 @@ __all__ = ["SHARD_BYTES", "Exported", "check_free", "command", "export"]
 
 # ---- Write a checkpoint as BF16 or block FP8, shard by shard, verify all of it on disk, and only then give it its name
 
-#: upper bound of what is held in memory, besides the current tensor
+#: upper bound of the memory held in addition to the current tensor
 SHARD_BYTES = 4 << 30
 #: copied unchanged: tokenizer, generation settings, chat template
 _COPIED = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
@@ -257,7 +257,7 @@ def command(
 
 @contextlib.contextmanager
 def _reading_or_writing(checkpoint: Path, out: Path) -> Iterator[None]:
-    """Word an OSError by the place that it names: the export's folder, or its unfinished one beside it, or the checkpoint."""
+    """Word an OSError by the place that it names: the export's folder, its unfinished sibling, or the checkpoint."""
     try:
         yield
     except OSError as error:

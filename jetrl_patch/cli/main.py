@@ -120,7 +120,7 @@ def report(
         "jetrl-report"
     ),
     title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
-    follow: Annotated[bool, typer.Option("--watch", help="write the page anew while the runs go on, until Ctrl-C")] = False,
+    follow: Annotated[bool, typer.Option("--watch", help="rewrite the page while the runs continue, until Ctrl-C")] = False,
     every: Annotated[int, typer.Option(min=1, help="seconds between two looks with --watch")] = 10,
 ) -> None:
     """Compare runs: one self-contained HTML page, PNG pictures, summary.json, and a table in the terminal.

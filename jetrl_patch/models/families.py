@@ -37,7 +37,7 @@ _EXPERTS: dict[Part, str] = {
 #: for every family with a vision tower
 _VISION: dict[Part, str] = {
     "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
-    "scaling": "moving factors has not been tested beside a vision tower",
+    "scaling": "moving factors has not been tested with a vision tower",
     **_NOT_MEGATRON,
 }
 

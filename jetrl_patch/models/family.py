@@ -113,13 +113,13 @@ class Family:
         stored: part of a tensor's name in a block of transformers' model -> the same part in a checkpoint and in vLLM, where
             the two differ.
         partial_rotary: whether part of a head may be left unrotated.
-        text: what the class names of a language model beside a tower have after the prefix.
+        text: what follows the prefix in the class names of a vision-language model's language part.
         tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
             layers stay in BF16 on both sides.
-        delta_net: whether some blocks have a gated delta net (``linear_attn``) in the place of attention: a state that a
+        delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that a
             sequence's tokens update one after the other. ``layer_types`` of the configuration says which.
         absorbed: of latent attention (MLA), the linear that makes keys and values of what they are compressed to. While vLLM
-            decodes, it multiplies queries and outputs by the halves of this weight, in BF16, in the place of the layer. So the
+            decodes, it multiplies queries and outputs by the halves of this weight, in BF16, instead of calling the layer. So the
             layer stays in BF16 on both sides. Empty for any other attention.
     """
 

@@ -84,7 +84,7 @@ def is_vision_language(hf_config: Any) -> bool:
 
 
 def has_delta_nets(hf_config: Any) -> bool:
-    """Whether some blocks have a gated delta net in the place of attention."""
+    """Whether some blocks have a gated delta net instead of attention."""
     family = family_of(hf_config)
     return family is not None and family.delta_net
 
@@ -109,7 +109,7 @@ def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
 
 
 def _text(hf_config: Any) -> Any:
-    """The config of the language model. Its ``model_type`` is no key of the families' table where there is a tower beside it."""
+    """The config of the language model. In a model with a vision tower its ``model_type`` is not a key of the families' table."""
     return hf_config.get_text_config() if is_vision_language(hf_config) else hf_config
 
 
@@ -133,7 +133,7 @@ def require_attention(hf_config: Any, what: str, fix: str) -> None:
 def check_structure(hf_config: Any, config: Config) -> None:
     """Raise ModelError for a model that nothing makes the same on both sides.
 
-    That is one with parts beside the language model, experts that this mode lacks, latent attention without a record, or a
+    That is one with parts other than the language model, experts that this mode lacks, latent attention without a record, or a
     setting by which one side would compute something else.
 
     Args:
@@ -219,7 +219,7 @@ def _counts(value: Any) -> bool:
 
 
 def check_code(settings: dict[str, Any], folder: str) -> None:
-    """Raise ModelError if a checkpoint brings modelling code of its own, which the trainer would run.
+    """Raise ModelError if a checkpoint contains modelling code that the trainer would run.
 
     Args:
         settings: the content of its config.json.

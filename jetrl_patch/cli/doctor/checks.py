@@ -27,7 +27,7 @@ __all__ = [
 
 # ---- Check installed versions against the table of supported ones, and advise what the framework in use pins. Imports nothing
 
-#: framework -> what its runs need besides torch, transformers and vllm
+#: framework -> what its runs need in addition to torch, transformers and vllm
 FRAMEWORKS = {"verl": ("verl", "ray"), "openrlhf": ("openrlhf", "ray", "deepspeed")}
 _ALWAYS = ("torch", "transformers", "vllm")
 
@@ -87,7 +87,7 @@ def _pin(name: str, framework: str, here: Collection[str]) -> str:
 
 
 def _required(framework: str, name: str, extra: str = "") -> SpecifierSet:
-    """The versions of a package that an installed framework requires, by itself or with an extra; all if it does not say."""
+    """The versions of a package that an installed framework requires, with or without an extra; all if it names none."""
     found = SpecifierSet()
     try:
         texts = importlib.metadata.requires(framework) if framework else None

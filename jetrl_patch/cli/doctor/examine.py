@@ -30,7 +30,7 @@ __all__ = ["examine", "show"]
 
 
 # ---- Print a report as a table in the terminal ---------------------------------------------------
-# What stops a run comes first, then what may stop or disturb it, then what the run would change, and what is right at the end.
+# Problems come first, then what could not be checked and warnings, then what the run would change, then the rest.
 
 _STYLES = {
     "problem": "bold red", "unknown": "magenta", "warning": "yellow", "change": "cyan", "ok": "green", "skipped": "dim",
@@ -152,7 +152,7 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
         progress.stage("checking the command")
         environ = {**os.environ, **started.environ}
         report.checks += check_launch(framework, arguments, config, environ)
-        said = {check.finding for check in report.checks}  # a wrong section of verl's stands among its settings as well
+        said = {check.finding for check in report.checks}  # an error in verl's jetrl section is reported by its settings as well
         report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in said]
         trainer = registry.trainer(framework)
         report.memory = memory.estimate(trainer.model_path(arguments)[0], trainer.layout(arguments, config), config)

@@ -1,4 +1,4 @@
-"""A launch command: its framework, its arguments, the plugin's settings in it, what it needs on this machine, and the verdict."""
+"""A launch command: which framework it starts, with which arguments and settings, its needs on this machine, and a verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jetrl_patch.trainer.rules import Check, from_error
 __all__ = ["Started", "check_command", "check_launch", "check_settings", "judge", "recognise", "usable"]
 
 
-# ---- The plugin's settings as far as they are right, and an error for each that is wrong ---------
+# ---- The valid ones of the plugin's settings, and an error for each of the others ---------
 
 def usable(environ: Mapping[str, str], given: Mapping[str, Any]) -> tuple[Config, list[JetrlError]]:
     """The settings of an environment and of options (``given``) without the wrong ones, and all errors."""
@@ -39,7 +39,7 @@ def usable(environ: Mapping[str, str], given: Mapping[str, Any]) -> tuple[Config
         return config, errors
     single: list[JetrlError] = []
     right = {name: text for name, text in known.items() if _tried(lambda n=name, t=text: _alone(n, t), single)}  # type: ignore[misc]
-    # what is right by itself and wrong together is one error
+    # settings that are valid alone and contradict each other are one error
     config = _tried(lambda: Config.from_env(right, **given), [])
     return config or _tried(lambda: Config(**given), []) or Config(), [*errors, *(single or whole)]
 
@@ -321,7 +321,7 @@ def judge(framework: str, arguments: Sequence[str], config: Config, *, here: boo
 def check_launch(
     framework: str, settings: Any, config: Config, environ: Mapping[str, str] | None = None
 ) -> Iterator[Check]:
-    """Check what a launch takes from this machine: GPUs, models, data, the environment of its workers.
+    """Check what a launch needs on this machine: GPUs, models, data, the environment of its workers.
 
     Args:
         environ: the environment of the launch; by default this process's.

@@ -144,7 +144,7 @@ def _measure(
 
 
 def _show(job: Job, results: list[dict[str, Any]], lacking: list[str]) -> None:
-    """Print the tables and what is said under them. ``job`` holds what all modes have in common."""
+    """Print the tables and the lines under them. ``job`` holds the settings that all modes share."""
     from rich.console import Console
 
     from jetrl_patch.models.layers import cut_words

@@ -65,7 +65,7 @@ class Chart:
 
 # --- metrics of training
 
-#: charts, each with the metrics of which it shows the first that a run has
+#: charts, each with its metrics; it shows the first one that a run has
 _CHARTS: tuple[tuple[Chart, tuple[str, ...]], ...] = (
     (Chart("reward", "Reward of the training batch", LEARNING), REWARD),
     (Chart("accuracy", "Accuracy on held-out questions", LEARNING, low=0, high=1, style="share"), ()),

@@ -70,12 +70,12 @@ def watch(
     warnings: Console,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the page anew whenever a run's file has grown, until Ctrl-C; then write the finished report like ``command``.
+    """Rewrite the page whenever a run's file has grown, until Ctrl-C; then write the finished report like ``command``.
 
-    Files that do not exist yet, or hold no step, are waited for.
+    Waits for files that do not exist yet or hold no step.
 
     Args:
-        every: interval in seconds at which the files are looked at and the page loads itself anew.
+        every: interval in seconds between two looks at the files, and between two reloads of the page.
         sleep: waits between two looks.
 
     Raises:
@@ -111,7 +111,7 @@ def watch(
 
 
 def _state(texts: Sequence[str]) -> list[tuple[Path, int, int]]:
-    """What changes when a run goes on: each file with its size and time."""
+    """What changes while a run continues: each file with its size and time."""
     files = [find_file(parse(text).path) for text in texts]
     return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 

@@ -85,7 +85,7 @@ let width = 0;
 new ResizeObserver(() => { if (innerWidth !== width) { width = innerWidth; drawAll(); } }).observe(document.documentElement);
 drawAll();
 
-// While `jetrl report --watch` rewrites this file, the page loads itself anew and keeps what was chosen, also in its last form.
+// While `jetrl report --watch` rewrites this file, the page reloads and keeps what was chosen, also when it is finished.
 const live = control("live"), KEPT = `jetrl-report ${location.pathname}`;
 let paused = false;
 

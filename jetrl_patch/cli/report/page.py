@@ -29,7 +29,7 @@ def write(
 
     Args:
         notes: warnings for the reader, such as skipped lines.
-        live: interval in seconds at which the page loads itself anew; 0 for a finished page.
+        live: interval in seconds at which the page reloads itself; 0 for a finished page.
 
     Returns:
         The contents of ``summary.json``: one dict per run, as ``summarize`` makes it.
@@ -87,7 +87,7 @@ def _page(
 
 
 _LIVE = (
-    '<p class="note live" id="live" data-seconds="{seconds}">Live: loads itself anew every {seconds} s. '
+    '<p class="note live" id="live" data-seconds="{seconds}">Live: reloads every {seconds} s. '
     '<button type="button">Pause</button></p>'
 )
 

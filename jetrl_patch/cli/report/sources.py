@@ -180,7 +180,7 @@ def read_runs(path: Path, notes: list[str] | None = None) -> list[Run]:
 
 
 def _reader(path: Path) -> Callable[[Path, list[str]], Iterator[tuple[Run, int, Data]]]:
-    """What yields a run of the file, which it makes, with a step and its metrics; it adds to the notes what it skips."""
+    """Yields the runs of a file with each step and its metrics. Notes what it skips."""
     if path.suffix == ".wandb":
         fix = "export its history as JSON lines"
         raise ReportError(explain(str(path), required="JSON lines", found="wandb's binary format", fix=fix))
