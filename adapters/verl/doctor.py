@@ -61,7 +61,7 @@ def layout(verl_config: Any, config: Config) -> Layout:
     def select(path: str) -> Any:
         return OmegaConf.select(verl_config, path, default=None)
 
-    rollout = {
+    rollout: dict[str, Any] = {
         "tensor_parallel": tensor_parallel(select),
         "expert_parallel": expert_parallel(select, config),
         "utilization": select(f"{ROLLOUT}.gpu_memory_utilization"),
