@@ -8,9 +8,7 @@ from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config
-from jetrl_patch.errors import JetrlError
 from jetrl_patch.kernels.formats import BLOCK
-from jetrl_patch.native import machine
 from jetrl_patch.registry import Layout
 from jetrl_patch.trainer.preflight import built
 from jetrl_patch.trainer.rules import Memory
@@ -49,7 +47,7 @@ def estimate(path: Any, layout: Layout, config: Config) -> list[Memory]:
     """
     try:
         found = built(path, config, layout.tensor_parallel, layout.expert_parallel)
-    except JetrlError:
+    except Exception:  # transformers raises anything for a broken config.json, which the checks of the settings report
         return []
     if found is None:
         return []
@@ -120,10 +118,10 @@ def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Itera
 
 def _gpu(config: Config) -> float:
     """Bytes of one GPU's memory; 0 without a GPU, and in a run on the CPU."""
-    if registry.platform().is_cpu_run(config) or not machine.count_gpus():
-        return 0.0
     import torch
 
+    if registry.platform().is_cpu_run(config) or not torch.cuda.is_available():
+        return 0.0
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
