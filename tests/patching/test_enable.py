@@ -106,7 +106,7 @@ def test_require_active(use: Any) -> None:
 
 def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ADAPTERS", {"x": ("no_such_framework",)})
-    with pytest.raises(VersionError, match=r"none of them installed.*pip install -e '\.\[verl\]'` in the clone"):
+    with pytest.raises(VersionError, match=r"none of them installed.*pip install 'verl\[vllm\]'`"):
         session.enable()
 
 
