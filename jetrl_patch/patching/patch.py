@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
 from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
@@ -247,6 +245,8 @@ def watch(module: str, callback: Callback) -> ImportHook:
         arm = module not in _armed
         _armed.add(module)
     if arm:
+        import wrapt  # here, so that a program which runs unpatched finds the modules that Python alone would load
+
         # if another thread has finished the import in the meantime, wrapt calls the dispatcher at once
         wrapt.register_post_import_hook(_dispatch, module)
     return hook
