@@ -17,14 +17,12 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.registry import Adapter, Patch
 
-# ---- ``ray.init`` that adds the plugin to the job's runtime environment and checks every node before it returns
-
 #: where ``ray job submit`` leaves the runtime environment for the driver that it starts
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ray.init``. A call on an existing connection starts no workers and passes through unchanged."""
+    """Wrap ``ray.init``. A call on an existing connection starts no workers and is passed on unchanged."""
 
     def init(*args: Any, **kwargs: Any) -> Any:
         import ray
@@ -39,7 +37,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             require_nodes(config, installs={**job, **kwargs["runtime_env"]})
         except BaseException:
-            ray.shutdown()  # this call opened the connection, and nothing may run on it
+            ray.shutdown()  # nothing may run on the connection that this call opened
             raise
         return context
 
@@ -49,24 +47,21 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
 def require_hook(config: Config) -> None:
     """Raise NotPatchedError if the workers of this driver's connection are not patched with these settings.
 
-    They cannot be patched any more, and would run without a word what the patched driver sends them.
+    They cannot be patched later, and would run unpatched without an error.
     """
     import ray
 
     job = ray.get_runtime_context().runtime_env
     if job.get(HOOK) != HOOK_NAME or not config.to_env().items() <= job.get("env_vars", {}).items():
+        required = "a call before ray.init, which passes these settings to the workers"
+        fix = "call enable() before ray.init and before `from ray import init`, or close the connection with ray.shutdown()"
         raise NotPatchedError(
-            explain(
-                "enable() in a driver of Ray",
-                required="a call before ray.init, which hands these settings to the workers",
-                found="a connection that was made without them",
-                fix="call enable() before ray.init and before `from ray import init`, or close the connection by ray.shutdown()",
-            )
+            explain("enable() in a Ray driver", required=required, found="a connection that was made without them", fix=fix)
         )
 
 
 def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dict[str, Any]:
-    """Merge the caller's runtime environment with the plugin's. That of ``job_config`` counts only without ``runtime_env``."""
+    """Merge the caller's runtime environment with the plugin's. ``job_config``'s is used only if ``runtime_env`` is not given."""
     given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
 
     def hook(own: Hook) -> Callable[[], None]:
@@ -80,22 +75,17 @@ def _one_of(own: Hook, submitted: Hook) -> Hook:
     if own is None or submitted is None or own == submitted:
         return submitted if own is None else own
     if os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
-        raise ConflictError(
-            explain(
-                "worker_process_setup_hook",
-                required=f"one hook, such as {own!r} in ray.init",
-                found=f"also {submitted!r} in the job's runtime_env",
-                fix="pass only one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to take the first",
-            )
-        )
+        required, found = f"one hook, such as {own!r} in ray.init", f"also {submitted!r} in the job's runtime_env"
+        fix = "pass only one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to use the first"
+        raise ConflictError(explain("worker_process_setup_hook", required=required, found=found, fix=fix))
     return own
 
 
 @contextlib.contextmanager
 def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
-    """Hide from Ray what the plugin sets itself in the variable of ``ray job submit``. Yields the rest and its hook.
+    """Remove what the plugin sets itself from the variable of ``ray job submit``, for a while. Yields the rest and its hook.
 
-    Ray merges the variable with the argument of ``ray.init`` and refuses keys in both.
+    Ray merges the variable with the argument of ``ray.init``, and refuses a key that is in both.
     """
     text = os.environ.get(JOB_CONFIG)
     if text is None:
@@ -111,25 +101,16 @@ def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
 
 
 def _refuse_client(address: Any) -> None:
-    """Raise ConfigError for Ray Client (``ray://``), which carries no setup hook. Ray falls back to RAY_ADDRESS."""
+    """Raise ConfigError for Ray Client (``ray://``), which does not support setup hooks. Ray falls back to RAY_ADDRESS."""
     found = os.environ.get("RAY_ADDRESS") or address if address in (None, "auto") else address
     if isinstance(found, str) and found.startswith("ray://"):
-        raise ConfigError(
-            explain(
-                "ray.init",
-                required="a driver inside the cluster, whose setup hook patches every worker",
-                found=f"Ray Client ({found}), which carries no setup hook",
-                fix="start the driver on a node of the cluster, for instance with `ray job submit`",
-            )
-        )
+        required, client = "a driver inside the cluster, whose setup hook patches every worker", f"Ray Client ({found})"
+        fix = "start the driver on a node of the cluster, for instance with `ray job submit`"
+        raise ConfigError(explain("ray.init", required=required, found=f"{client}, which has no setup hook", fix=fix))
 
-
-# ---- The Ray adapter: one patch, on ``ray.init``, where a job's workers get their environment ----
 
 INIT = Patch(
-    module="ray",
-    attr="init",
-    make=init,
+    "ray", "init", init,
     reason="without it a job's workers stay unpatched and the driver does not notice. Ray Client (ray://) and a connection "
     "made before enable() are rejected",
     remove_when="Ray's workers load an entry-point group at start-up, without a worker_process_setup_hook in the job's "
@@ -148,7 +129,7 @@ class RayAdapter(Adapter):
         return (INIT,)
 
     def check(self, config: Config) -> None:
-        """Raise NotPatchedError if the driver is connected already, and not so that its workers have these settings."""
+        """Raise NotPatchedError if the driver is already connected and its workers do not have these settings."""
         if is_connected_driver():
             require_hook(config)
 

@@ -1,8 +1,8 @@
 """Functions that travel to Ray workers by value.
 
-A nested function is pickled with its code, so it runs even where ``jetrl_patch`` is missing, and can report that; by name,
-Ray could only report a failed import. So this file imports nothing of the package at its head: what the functions call there
-is in ``worker.py``.
+A nested function is pickled with its code, so it runs even where ``jetrl_patch`` is missing, and can report that. A function
+pickled by name would only fail to import. So this file imports nothing of the package at its top; what the functions call in the
+worker is in ``worker.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any]
 def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Callable[[], dict[str, Any]]:
     """Make a task that reports the state of a worker as plain data: see ``worker.report``.
 
-    ``attempt`` is for a worker without the hook: the task does what the hook does, and reports what goes wrong.
+    With ``attempt``, for a worker without the hook, the task does what the hook does and reports any error.
     """
     expected = dict(settings)
 
@@ -69,7 +69,7 @@ def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Call
             if attempt:
                 start(version, expected)
             found.update(report())
-        except Exception as error:  # whatever goes wrong is what the driver asks for
+        except Exception as error:  # any error is part of the report
             found["error"] = f"{type(error).__name__}: {error}"
         return found
 

@@ -1,4 +1,4 @@
-"""The plugin's part of a job's ``runtime_env``, merged with the user's, and the status of every node."""
+"""Merge the plugin's part of a job's ``runtime_env`` with the user's, and check the status of every node."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ from jetrl_patch.adapters.ray.hook import make_probe
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain
 
-__all__ = [
-    "HOOK", "HOOK_NAME", "HOOK_VARIABLE", "Hook", "NodeStatus", "check_variables", "collect_status", "merge_runtime_env",
-    "require_nodes", "take_hook", "take_ours",
-]  # fmt: skip
-
-
-# ---- Merge the plugin's part of a job's ``runtime_env`` with the user's. Pure functions on plain data, without Ray
+# ---- Merge the plugin's part of a job's ``runtime_env`` with the user's: pure functions on plain data, without Ray ----
 
 HOOK = "worker_process_setup_hook"
 #: name of the plugin's hook, as ``get_runtime_context().runtime_env`` returns it
 HOOK_NAME = "jetrl_patch_setup_hook"
-#: where Ray keeps the hook's name or key in the workers' environment (``ray_constants``; a test compares)
+#: where Ray stores the hook's name or key in the workers' environment (``ray_constants``; a test compares)
 HOOK_VARIABLE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-#: prefix of a hook that Ray keeps in its own store, under one job's key
+#: prefix of a hook that Ray keeps in its own store, under a key of one job
 _BY_KEY = "ray_runtime_env_func::"
-#: fields that Ray does not combine with a hook
-_ALONE = ("container", "image_uri")
+#: fields that Ray does not allow together with a hook
+_WITHOUT_HOOK = ("container", "image_uri")
 
 Hook = Callable[[], Any] | str | None
 
@@ -39,27 +33,22 @@ Hook = Callable[[], Any] | str | None
 def merge_runtime_env(
     given: Mapping[str, Any] | None, config: Config, make_hook: Callable[[Hook], Callable[[], None]]
 ) -> dict[str, Any]:
-    """Return a new ``runtime_env`` with the user's content and the plugin's. ``given`` is unchanged.
+    """Return a new ``runtime_env`` with the user's content and the plugin's. ``given`` is not changed.
 
     Args:
         given: the user's ``runtime_env``: a dict (``RuntimeEnv`` is one) or an OmegaConf container.
         config: the driver's settings; they go into ``env_vars``.
         make_hook: takes the user's hook or None, returns the one to install.
 
-    Raises ConflictError if a ``JETRL_*`` variable of the user contradicts ``config``. Raises ConfigError if there is no such
-    variable, or if the ``runtime_env`` has a field that Ray does not combine with a hook.
+    Raises ConflictError if a ``JETRL_*`` variable of the user contradicts ``config``. Raises ConfigError for an unknown
+    ``JETRL_*`` variable, or for a field that Ray does not allow together with a hook.
     """
     merged = _plain(given or {})
-    for name in _ALONE:
+    for name in _WITHOUT_HOOK:
         if merged.get(name):
-            raise ConfigError(
-                explain(
-                    "runtime_env of ray.init",
-                    required="a setup hook, which patches the workers",
-                    found=f"{name!r}, which Ray does not combine with a hook",
-                    fix="drop it and start the nodes themselves in that image",
-                )
-            )
+            required, found = "a setup hook, which patches the workers", f"{name!r}, which Ray does not allow with a hook"
+            fix = "drop it and start the nodes themselves in that image"
+            raise ConfigError(explain("runtime_env of ray.init", required=required, found=found, fix=fix))
     variables = dict(merged.get("env_vars") or {})
     hook = take_hook(merged, variables)
     check_variables(variables, config)
@@ -71,8 +60,8 @@ def merge_runtime_env(
 def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[str, Any], Hook]:
     """Split the ``runtime_env`` of ``ray job submit`` into what stays there and its hook.
 
-    Ray refuses a key given both there and in ``ray.init``. So this removes what the plugin sets: the ``JETRL_*`` settings,
-    if they agree with ``config``, and the hook, which the caller chains.
+    Ray refuses a key that is both there and in ``ray.init``. So this removes what the plugin sets: the ``JETRL_*`` settings,
+    which must agree with ``config``, and the hook, which the caller chains.
     """
     rest = _plain(injected or {})
     variables = dict(rest.pop("env_vars", None) or {})
@@ -87,8 +76,8 @@ def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[
 def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
     """Remove the user's hook from both places where it can be, and return it.
 
-    A process that passes on its own environment (as vLLM does to its Ray workers) passes on the plugin's hook, by name and
-    by its job's key. That hook is replaced by a new one; the user hook it chained stays with that job.
+    A process that passes on its own environment (as vLLM does to its Ray workers) passes on the plugin's hook too, by name and
+    by its job's key. The caller replaces that hook by a new one; the user's hook that it chained belongs to that job.
     """
     hook = runtime_env.pop(HOOK, None)
     inherited = variables.pop(HOOK_VARIABLE, None)
@@ -96,14 +85,9 @@ def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
         return None
     if hook is None and inherited:
         if inherited.startswith(_BY_KEY):
-            raise ConflictError(
-                explain(
-                    "runtime_env of ray.init",
-                    required="a setup hook that this job can run",
-                    found=f"{HOOK_VARIABLE}, which refers to another job's function",
-                    fix="pass the hook by its dotted path",
-                )
-            )
+            required, other = "a setup hook that this job can run", f"{HOOK_VARIABLE}, which refers to another job's function"
+            fix = "pass the hook by its dotted path"
+            raise ConflictError(explain("runtime_env of ray.init", required=required, found=other, fix=fix))
         hook = inherited
     found: Hook = hook
     return found
@@ -112,41 +96,34 @@ def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
 def check_variables(variables: Mapping[str, Any], config: Config) -> None:
     """Raise ConflictError if a ``JETRL_*`` variable among these contradicts ``config``."""
     ours = config.to_env()
-    given = {
-        name: str(value) for name, value in variables.items() if name.startswith(environment.PREFIX) and str(value).strip()
-    }
+    given = {name: str(value) for name, value in variables.items() if name.startswith(environment.PREFIX) and str(value).strip()}
     wrong = []
     for name, value in given.items():
-        alone = {**ours, name: value}
-        if not environment.opted_in(alone) or Config.from_env(alone).resolved() != config.resolved():
+        changed = {**ours, name: value}
+        if not environment.opted_in(changed) or Config.from_env(changed).resolved() != config.resolved():
             wrong.append(name)
     if wrong:
-        raise ConflictError(
-            differences(
-                "JETRL_* variables in the runtime_env of the Ray job",
-                required={name: ours.get(name, "") for name in wrong},
-                found={name: given[name] for name in wrong},
-                fix="remove them: the driver sets them for every worker",
-            )
-        )
+        required, found = {name: ours.get(name, "") for name in wrong}, {name: given[name] for name in wrong}
+        what, fix = "JETRL_* variables in the runtime_env of the Ray job", "remove them: the driver sets them for every worker"
+        raise ConflictError(differences(what, required=required, found=found, fix=fix))
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy in which every mapping is a dict, as Ray requires: OmegaConf's containers are not."""
+    """Return a copy in which every mapping is a dict, as Ray requires. OmegaConf's containers are not dicts."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return copy.deepcopy(value) if isinstance(value, list) else value
 
 
-# ---- Status of every node: one small task per node, through the same hook as the user's tasks ----
+# ---- The status of every node: one small task per node, through the same hook as the user's tasks ----
 
 logger = logging.getLogger(__name__)
 
-#: seconds that every node has to answer; a worker starts in one or two, on a busy machine ten
+#: seconds within which every node must answer; a worker starts in one or two, on a busy machine in ten
 LIMIT = 120.0
-#: seconds that a silent node then has to report why
+#: seconds within which a node without an answer must then say why
 _REASON_LIMIT = 60.0
-#: fields of a runtime environment that each node builds first; Ray allows ten minutes for it
+#: fields of a runtime environment that each node builds first; Ray allows ten minutes
 _INSTALLS = ("pip", "uv", "conda", "working_dir", "py_modules")
 _INSTALL_LIMIT = 600.0
 
@@ -176,7 +153,7 @@ class NodeStatus:
 
 
 def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list[NodeStatus]:
-    """Ask a worker on every alive node of this connection for its status; a node that cannot answer has ``error``.
+    """Ask a worker on every live node of this connection for its status. A node that cannot answer has an ``error``.
 
     Args:
         config: the settings that the workers should have; by default this process's.
@@ -192,13 +169,13 @@ def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list
     nodes = [node for node in ray.nodes() if node["Alive"]]
     answers = _ask(nodes, config, timeout, attempt=False)
     silent = [node for node in nodes if isinstance(answers[node["NodeID"]], str)]
-    # a worker whose hook fails dies before it can report why; one without a hook can
+    # a worker whose hook fails dies before it can say why; a worker without the hook can
     reasons = _ask(silent, config, min(timeout, _REASON_LIMIT), attempt=True) if silent else {}
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if silent else set(answers)
     return [
         _status(node, answers[node["NodeID"]], reasons.get(node["NodeID"]))
         for node in nodes
-        if node["NodeID"] in alive  # a node that has left has no workers to patch
+        if node["NodeID"] in alive  # a node that has left the cluster runs no workers
     ]
 
 
@@ -207,10 +184,10 @@ def require_nodes(config: Config, installs: Mapping[str, Any]) -> list[NodeStatu
 
     Args:
         config: the driver's settings.
-        installs: the job's runtime environment, which each node may take time to build.
+        installs: the job's runtime environment, which may take each node time to build.
 
-    Raises NotPatchedError for a node where the plugin is missing, fails or does not answer; ConflictError if only
-    versions or settings differ.
+    Raises NotPatchedError if the plugin is missing on a node, fails or does not answer; ConflictError if only versions or
+    settings differ.
     """
     start = time.monotonic()
     limit = LIMIT + (_INSTALL_LIMIT if any(installs.get(name) for name in _INSTALLS) else 0.0)
@@ -244,7 +221,7 @@ def judge(node: NodeStatus, config: Config) -> JetrlError | None:
 
 
 def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, attempt: bool) -> dict[str, Any]:
-    """Return node id -> report, or the reason why there is none. With ``attempt`` the workers start without any hook."""
+    """Return node id -> report, or why there is none. With ``attempt`` the workers start without any hook."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -265,17 +242,17 @@ def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, att
     for task in ready:
         try:
             answers[asked[task]] = ray.get(task)
-        except Exception as error:  # whatever kept the worker from answering is the result
+        except Exception as error:  # the reason why the worker did not answer is the result
             answers[asked[task]] = f"{type(error).__name__}: {_first_line(error)}"
     return answers
 
 
 def _status(node: Mapping[str, Any], answer: Any, reason: Any) -> NodeStatus:
-    """Combine ``answer`` of a worker with the hook and, if it gave none, ``reason`` of one without."""
+    """Combine the ``answer`` of a worker with the hook and, if there is none, the ``reason`` given by a worker without it."""
     report = answer if isinstance(answer, dict) else reason if isinstance(reason, dict) else {}
     error = report.get("error", "")
     if not isinstance(answer, dict) and not error:
-        error = answer  # the worker without the hook reported no error: nothing more is known
+        error = answer  # the worker without the hook reported no error, so nothing more is known
     elif not error and not report.get("enabled"):
         error = report.get("failure") or "the worker is not patched, although its setup hook ran"
     return NodeStatus(

@@ -12,40 +12,27 @@ from jetrl_patch._versions import VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 
-__all__ = ["report", "run_hook", "start"]
-
 
 def start(version: str, settings: Mapping[str, str]) -> None:
     """Patch this process as the driver is, before user code runs in it.
 
     Raises ConflictError if the plugin's version or settings differ from the driver's, NotPatchedError if the environment
-    switches the plugin off, and whatever ``enable()`` raises. Ray then ends the worker with this text.
+    switches the plugin off, and any error of ``enable()``. Ray then ends the worker with the error's text.
     """
     where = f"Ray worker on node {socket.gethostname()}"
     if version != VERSION:
-        raise ConflictError(
-            explain(
-                f"jetrl_patch in the {where}",
-                required=f"{version}, as in the driver",
-                found=VERSION,
-                fix="install the same version on every node",
-            )
-        )
+        required, fix = f"{version}, as in the driver", "install the same version on every node"
+        raise ConflictError(explain(f"jetrl_patch in the {where}", required=required, found=VERSION, fix=fix))
     expected = Config.from_env(settings)
     if not session.activate_from_env():
-        raise NotPatchedError(
-            explain(
-                where,
-                required="JETRL_ENABLED=1, as in the driver",
-                found="an environment that switches it off",
-                fix="remove JETRL_* from the runtime_env of tasks and actors",
-            )
-        )
+        required, found = "JETRL_ENABLED=1, as in the driver", "an environment that switches the plugin off"
+        fix = "remove JETRL_* from the runtime_env of tasks and actors"
+        raise NotPatchedError(explain(where, required=required, found=found, fix=fix))
     session.require_active(where, expected)
 
 
 def run_hook(hook: Callable[[], Any] | str | None) -> None:
-    """Run the user's own setup hook: a function, or a dotted path as Ray takes it."""
+    """Run the user's own setup hook: a function, or a dotted path as Ray accepts it."""
     if isinstance(hook, str):
         module, _, name = hook.rpartition(".")
         getattr(importlib.import_module(module), name)()
@@ -54,7 +41,7 @@ def run_hook(hook: Callable[[], Any] | str | None) -> None:
 
 
 def report() -> dict[str, Any]:
-    """Return ``runtime.status()`` as plain data, and the settings as ``JETRL_*`` variables."""
+    """Return ``session.status()`` as plain data, and the settings as ``JETRL_*`` variables."""
     status = session.status()
     return {
         "enabled": status.enabled,

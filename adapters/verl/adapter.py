@@ -1,4 +1,4 @@
-"""The verl adapter: the list of its patches. Each replacement lives in the module of its concern."""
+"""The verl adapter: the list of its patches. The replacements are in the other modules of this folder."""
 
 from __future__ import annotations
 
@@ -11,58 +11,44 @@ from jetrl_patch.adapters.verl import (
     logprob,
     lora,
     megatron,
-    megatron_engine,
     metrics,
     model,
     old_log_probs,
-    old_weights,
     precision,
-    reward_engines,
+    rollout,
     routes,
     settings,
     state,
     sync,
+    transport,
     ulysses,
-    veomni_engine,
-    worker,
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
-from jetrl_patch.adapters.verl.correction import ACR_LOSS, drops_tokens
 from jetrl_patch.adapters.verl.vision import VISION
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
-__all__ = ["correction_hooks", "correction_patches"]
-
-
-# ---- The patches and registry entries of the corrections in verl ---------------------------------
+# ---- Corrections: patches, and entries of verl's registry of policy losses ----
 
 _ALGORITHMS = "verl.trainer.ppo.core_algos"
 
 _TRAIN_BATCH = Patch(
-    module="verl.workers.engine_workers",
-    attr="TrainingWorker.train_batch",
-    make=old_log_probs.train_batch,
+    "verl.workers.engine_workers", "TrainingWorker.train_batch", old_log_probs.train_batch,
     always="it ends what a sync of a patched process began",
     reason="only a step's first mini-batch runs on the weights that sampled; later ones must not count as mismatch where the "
     "loss compares",
-    remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a "
-    "step only",
+    remove_when=old_log_probs.BYPASS_REMOVE,
 )
 
 _WEIGHTS = Patch(
-    module="verl.trainer.ppo.rollout_corr_helper",
-    attr="compute_rollout_correction_and_rejection_mask",
-    make=correction.weights_and_mask,
+    "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_rejection_mask", correction.weights_and_mask,
     reason="ACR needs the ratio before truncation, but verl passes only the truncated weights to its losses",
     remove_when="verl.workers.utils.losses.ppo_loss passes rollout_log_probs to the function from POLICY_LOSS_REGISTRY",
 )
 
 _MEASURES = Patch(
-    module="verl.trainer.ppo.rollout_corr_helper",
-    attr="compute_is_metrics",
-    make=correction.compute_is_metrics,
+    "verl.trainer.ppo.rollout_corr_helper", "compute_is_metrics", correction.compute_is_metrics,
     reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
     upstream="https://github.com/verl-project/verl/pull/7559",
     remove_when="the oldest supported verl contains verl#7559",
@@ -70,9 +56,7 @@ _MEASURES = Patch(
 )
 
 _CHECKED_LOSS = Patch(
-    module="verl.workers.utils.losses",
-    attr="get_policy_loss_fn",
-    make=old_log_probs.get_policy_loss_fn,
+    "verl.workers.utils.losses", "get_policy_loss_fn", old_log_probs.get_policy_loss_fn,
     when=lambda config: config.skips_old_pass,
     reason="when the rollout's log-probs serve as the old ones, only the loss can compare them with the trainer's before the "
     "backward pass. Distillation losses are refused",
@@ -82,7 +66,7 @@ _CHECKED_LOSS = Patch(
 
 def correction_patches(config: Config) -> tuple[Patch, ...]:
     """Return the patch that ends the losses' comparisons, and those that the settings need."""
-    masks = (_MEASURES,) if drops_tokens(config) else ()
+    masks = (_MEASURES,) if correction.drops_tokens(config) else ()
     checked = (_CHECKED_LOSS,) if config.skips_old_pass else ()
     return (_TRAIN_BATCH, *checked, *masks, *((_WEIGHTS,) if config.acr else ()))
 
@@ -93,13 +77,12 @@ def correction_hooks(config: Config) -> tuple[OnImport, ...]:
         module=_ALGORITHMS,
         name=f"POLICY_LOSS_REGISTRY[{old_log_probs.LOSS!r}]",
         apply=old_log_probs.register_bypass,
-        reason="in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch",
-        remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of "
-        "a step only",
+        reason=old_log_probs.BYPASS_REASON,
+        remove_when=old_log_probs.BYPASS_REMOVE,
     )
     acr = OnImport(
         module=_ALGORITHMS,
-        name=f"POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
+        name=f"POLICY_LOSS_REGISTRY[{correction.ACR_LOSS!r}]",
         apply=correction.register_acr,
         reason="verl has no policy loss with QuRL's adaptive clipping range (ACR)",
         remove_when="verl registers a policy loss with ACR in POLICY_LOSS_REGISTRY",
@@ -107,73 +90,58 @@ def correction_hooks(config: Config) -> tuple[OnImport, ...]:
     return (bypass, acr) if config.acr else (bypass,)
 
 
-# ---- The verl adapter: the list of its patches. Each replacement lives in the module of its concern
+# ---- The patches of every mode ----
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
+_SEPARATION = "verl.experimental.separation.engine_workers"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
-_HANDED = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
+_CALLS_PLUGINS = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
 _STATE = "verl's BaseCheckpointManager has callbacks in save_checkpoint and load_checkpoint for extra state such as jetrl.json"
 _VEOMNI_CALLS = "verl's VeOmniEngine._build_model_optimizer has a hook for the built model, before build_parallelize_model"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
-        module="verl.utils.config",
-        attr="validate_config",
-        make=settings.validate_config,
+        "verl.utils.config", "validate_config", settings.validate_config,
         reason="verl does not know which of its settings conflict with jetrl_patch; this check rejects them before Ray starts "
         "and fills in missing ones",
-        remove_when=_HANDED,
+        remove_when=_CALLS_PLUGINS,
     ),
     Patch(
-        module="verl.trainer.main_ppo",
-        attr="run_ppo",
-        make=settings.run_ppo,
+        "verl.trainer.main_ppo", "run_ppo", settings.run_ppo,
         reason="verl's asynchronous programs validate their settings after Ray has started, or not at all",
-        remove_when=_HANDED,
+        remove_when=_CALLS_PLUGINS,
     ),
     Patch(
-        module="verl.experimental.separation.ray_trainer",
-        attr="SeparateRayPPOTrainer._init_resource_pools",
-        make=settings.separate_pools,
+        "verl.experimental.separation.ray_trainer", "SeparateRayPPOTrainer._init_resource_pools", settings.separate_pools,
         reason="the asynchronous trainers skip RayPPOTrainer.__init__, so the settings would not reach their workers",
         remove_when="verl's SeparateRayPPOTrainer.__init__ calls RayPPOTrainer.__init__",
     ),
     Patch(
-        module="verl.experimental.separation.ray_trainer",
-        attr="SeparateRayPPOTrainer._fit_compute_log_prob",
-        make=metrics.separate_log_prob,
+        "verl.experimental.separation.ray_trainer", "SeparateRayPPOTrainer._fit_compute_log_prob", metrics.separate_log_prob,
         reason="in bypass mode the loss measures the mismatch, but it cannot tell stale samples from current ones",
         remove_when="verl.workers.utils.losses.ppo_loss receives the weight version of each sample",
     ),
     Patch(
-        module="verl.trainer.ppo.ray_trainer",
-        attr="RayPPOTrainer.__init__",
-        make=settings.trainer_init,
+        "verl.trainer.ppo.ray_trainer", "RayPPOTrainer.__init__", settings.trainer_init,
         reason="a driver that does not call validate_config would start unchecked (V0)",
         remove_when="verl removes the V0 trainer (verl.trainer.ppo.ray_trainer.RayPPOTrainer)",
     ),
     Patch(
-        module="verl.trainer.ppo.ray_trainer",
-        attr="RayPPOTrainer._compute_old_log_prob",
-        make=metrics.v0_old_log_prob,
+        "verl.trainer.ppo.ray_trainer", "RayPPOTrainer._compute_old_log_prob", metrics.v0_old_log_prob,
         reason="without a correction verl does not log how trainer and rollout log-probs differ, and outside bypass mode it "
         "always recomputes them (V0)",
         remove_when="verl removes the V0 trainer (verl.trainer.ppo.ray_trainer.RayPPOTrainer)",
         upstream="https://github.com/verl-project/verl/issues/3996",
     ),
     Patch(
-        module="verl.trainer.ppo.v1.trainer_base",
-        attr="PPOTrainer.__init__",
-        make=settings.trainer_init,
+        "verl.trainer.ppo.v1.trainer_base", "PPOTrainer.__init__", settings.trainer_init,
         reason="a driver that does not call validate_config would start unchecked (V1)",
         remove_when="verl's PPOTrainer.__init__ (verl.trainer.ppo.v1) calls validate_config",
     ),
     Patch(
-        module="verl.trainer.ppo.v1.trainer_base",
-        attr="PPOTrainer._compute_old_log_prob",
-        make=metrics.v1_old_log_prob,
+        "verl.trainer.ppo.v1.trainer_base", "PPOTrainer._compute_old_log_prob", metrics.v1_old_log_prob,
         reason="without a correction verl does not log how trainer and rollout log-probs differ, and outside bypass mode it "
         "always recomputes them (V1)",
         remove_when="verl's PPOTrainer._compute_old_log_prob logs the mismatch without rollout_correction, and can take the "
@@ -181,40 +149,30 @@ EVERY_MODE: tuple[Patch, ...] = (
         upstream="https://github.com/verl-project/verl/issues/3996",
     ),
     Patch(
-        module="verl.utils.tracking",
-        attr="Tracking.log",
-        make=metrics.log,
+        "verl.utils.tracking", "Tracking.log", metrics.log,
         reason="jetrl_patch's metrics would not reach the user's loggers",
         remove_when="verl's CheckpointEngineManager.update_weights returns metrics that the trainers log, or Tracking.log "
         "has a hook for extra metrics",
     ),
     Patch(
-        module="verl.checkpoint_engine.base",
-        attr="CheckpointEngineManager.update_weights",
-        make=metrics.manager_update_weights,
-        always="verl's auto_await reads its caller's line, so it stays outermost; what it awaits is gated",
+        "verl.checkpoint_engine.base", "CheckpointEngineManager.update_weights", metrics.manager_update_weights,
+        always="verl's auto_await inspects its caller, so it stays outermost; what it awaits is gated",
         reason="verl discards what workers return from a sync, so neither an unpatched worker nor the sync's cost would show",
         remove_when="verl's CheckpointEngineManager.update_weights returns the workers' results with the naive backend too",
     ),
     Patch(
-        module="verl.workers.engine_workers",
-        attr="ActorRolloutRefWorker.init_model",
-        make=sync.init_model,
+        "verl.workers.engine_workers", "ActorRolloutRefWorker.init_model", sync.init_model,
         reason="a worker with settings other than the trainer loop's would silently build a different model",
         remove_when="verl starts its plugins (entry points verl.plugins) in each worker with the driver's config, and fails if "
         "a plugin does",
     ),
     Patch(
-        module="verl.workers.engine_workers",
-        attr="ActorRolloutRefWorker.update_weights",
-        make=sync.worker_update_weights,
+        "verl.workers.engine_workers", "ActorRolloutRefWorker.update_weights", sync.worker_update_weights,
         reason="verl does not report how long a sync took and how many bytes it sent",
         remove_when="verl's ActorRolloutRefWorker.update_weights returns the seconds and bytes of the sync",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine._build_module",
-        make=model.build_module,
+        _ENGINE, "FSDPEngine._build_module", model.build_module,
         reason="verl's FSDP engine cannot train in FP8; this converts the model after loading, before LoRA, QAT or FSDP wrap "
         "it. Value models are not converted",
         remove_when="verl's FSDPEngine._build_module has a hook for the loaded model; verl#4325 (FP8 by torchao) would not end "
@@ -222,9 +180,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         upstream="https://github.com/verl-project/verl/pull/4325",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine._build_module",
-        make=ulysses.build_module,
+        _ENGINE, "FSDPEngine._build_module", ulysses.build_module,
         when=lambda config: not config.exact,
         reason="verl runs the Ulysses all-to-all only around flash attention: with sdpa or eager each rank silently attends "
         "within its own slice. Exact mode and VeOmni have their own all-to-all",
@@ -234,88 +190,67 @@ EVERY_MODE: tuple[Patch, ...] = (
         fixes="verl",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine._build_lora_module",
-        make=lora.build_lora_module,
+        _ENGINE, "FSDPEngine._build_lora_module", lora.build_lora_module,
         reason="verl's LoRA layers add B A x to W x, which a rollout with one merged, quantized weight cannot reproduce. "
         "Critics and precision='bf16' are unchanged",
         remove_when="verl's FSDPEngine._build_lora_module can build layers that compute with the merged weight W + BA",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine._merged_lora_per_tensor_param",
-        make=lora.merged_lora_per_tensor_param,
+        _ENGINE, "FSDPEngine._merged_lora_per_tensor_param", lora.merged_lora_per_tensor_param,
         reason="verl's merge for a sync rounds differently from the layers that trained, and copies all weights to the CPU to "
         "restore them",
         remove_when="verl.utils.fsdp_utils.merged_lora_context yields the same merged weights that the LoRA layers compute with",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine._build_fsdp_module",
-        make=precision.build_fsdp_module,
+        _ENGINE, "FSDPEngine._build_fsdp_module", precision.build_fsdp_module,
         reason="verl's loss scaler is off without CUDA, so gradients underflow. Modes without a loss scale are unchanged",
         remove_when="verl's FSDPEngine._build_fsdp_module passes get_device_name() as device to ShardedGradScaler",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine.optimizer_step",
-        make=precision.optimizer_step,
+        _ENGINE, "FSDPEngine.optimizer_step", precision.optimizer_step,
         reason="verl does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
         remove_when="verl's FSDPEngine.optimizer_step returns the loss scale and whether the step was skipped",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine.load_checkpoint",
-        make=model.compare_scales,
+        _ENGINE, "FSDPEngine.load_checkpoint", model.compare_scales,
         reason="a checkpoint resumed with a different invariant_scale would scale the norms twice, or not at all",
         remove_when=_STATE,
     ),
     Patch(
-        module=_CHECKPOINT,
-        attr="FSDPCheckpointManager.save_checkpoint",
-        make=checkpoint.save_checkpoint,
+        _CHECKPOINT, "FSDPCheckpointManager.save_checkpoint", checkpoint.save_checkpoint,
         reason="verl's checkpoints do not record the precision settings they were saved with. Megatron checkpoints are not "
         "covered",
         remove_when=_STATE,
     ),
     Patch(
-        module=_CHECKPOINT,
-        attr="FSDPCheckpointManager.load_checkpoint",
-        make=checkpoint.load_checkpoint,
+        _CHECKPOINT, "FSDPCheckpointManager.load_checkpoint", checkpoint.load_checkpoint,
         reason="a run could silently resume in a different precision or with different optimizer states",
         remove_when=_STATE,
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngine.get_per_tensor_param",
-        make=sync.get_per_tensor_param,
+        _ENGINE, "FSDPEngine.get_per_tensor_param", sync.get_per_tensor_param,
         reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's own FP8 bytes and "
         "scales, and BF16 for the rest",
         remove_when="verl's FSDPEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
     ),
     Patch(
-        module="verl.workers.rollout.vllm_rollout.vllm_rollout",
-        attr="ServerAdapter.update_weights",
-        make=sync.server_update_weights,
+        "verl.workers.rollout.vllm_rollout.vllm_rollout", "ServerAdapter.update_weights", sync.server_update_weights,
         reason="verl's sender waits forever for a vLLM worker that died",
         remove_when="the oldest supported verl contains verl#7366, which gives the sender a timeout and reports the receiver's "
         "errors",
         upstream="https://github.com/verl-project/verl/pull/7366",
     ),
     Patch(
-        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
-        attr="vLLMReplica.__init__",
-        make=reward_engines.replica_init,
+        "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMReplica.__init__", rollout.replica_init,
         when=lambda config: not config.mode.only_measures,
         reason="verl runs reward models and distillation teachers in the policy's server class, so they would be quantized and "
         "wait for a sync. Only vLLM engines need this",
         remove_when="verl's vLLMReplica passes is_reward_model and is_teacher_model on to vLLMHttpServer and its engine",
     ),
     Patch(
-        module="verl.workers.rollout.vllm_rollout.utils",
-        attr="vLLMColocateWorkerExtension.update_weights_from_ipc",
-        make=worker.update_weights_from_ipc,
-        always="a patched trainer's settings are an error in an unpatched engine",
+        "verl.workers.rollout.vllm_rollout.utils", "vLLMColocateWorkerExtension.update_weights_from_ipc",
+        transport.update_weights_from_ipc,
+        always="an unpatched engine must reject a patched trainer",
         reason="verl loads each bucket without checking what arrived, and quantizes FP8 weights again",
         remove_when="verl's vLLMColocateWorkerExtension.update_weights_from_ipc loads FP8 bytes unchanged and checks that "
         "every tensor arrived intact",
@@ -323,20 +258,38 @@ EVERY_MODE: tuple[Patch, ...] = (
     ),
 )
 
-#: applied only where Megatron is installed, because verl's engine cannot be imported without it
+_COPIES = (
+    "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU have finished"
+)
+SAVED_WEIGHTS: tuple[Patch, ...] = (
+    Patch(
+        _SEPARATION, "DetachActorWorker.save_model_to_cpu", old_log_probs.save_model_to_cpu,
+        reason="verl's asynchronous trainers lose updates between two syncs, because they do not clone FSDP2 or VeOmni "
+        "parameters that are on the CPU. FSDP1 and Megatron are not affected",
+        remove_when=_COPIES,
+        upstream=NO_REPORT,
+    ),
+    Patch(
+        _SEPARATION, "DetachActorWorker.restore_model_from_cpu", old_log_probs.restore_model_from_cpu,
+        reason="verl does not notice lost updates, and overwrites parameters that param_offload may still be copying from the "
+        "GPU. Megatron's are not compared",
+        remove_when=_COPIES,
+        upstream=NO_REPORT,
+    ),
+)
+
+# ---- Patches of engines and settings ----
+
+#: applied only if Megatron is installed, because verl's engine cannot be imported without it
 MEGATRON: tuple[Patch, ...] = (
     Patch(
-        module=_MEGATRON,
-        attr="MegatronEngine._build_megatron_module",
-        make=megatron_engine.build_megatron_module,
+        _MEGATRON, "MegatronEngine._build_megatron_module", model.build_megatron_module,
         reason="a Megatron model without TransformerEngine layers, or with another recipe, would silently train in a format "
         "other than the rollout's",
         remove_when="verl's MegatronEngine._build_megatron_module has a hook for the built model",
     ),
     Patch(
-        module=_MEGATRON,
-        attr="MegatronEngine.get_per_tensor_param",
-        make=sync.get_per_tensor_param,
+        _MEGATRON, "MegatronEngine.get_per_tensor_param", sync.get_per_tensor_param,
         reason="verl sends BF16 weights and the rollout quantizes them again; this sends TransformerEngine's own FP8 bytes and "
         "scales, and BF16 for the rest",
         remove_when="verl's MegatronEngine.get_per_tensor_param yields the FP8 bytes and scales that TransformerEngine "
@@ -345,38 +298,30 @@ MEGATRON: tuple[Patch, ...] = (
     ),
 )
 
-#: applied only where VeOmni is installed, because verl's engine cannot be imported without it
+#: applied only if VeOmni is installed, because verl's engine cannot be imported without it
 VEOMNI: tuple[Patch, ...] = (
     Patch(
-        module=_VEOMNI,
-        attr="VeOmniEngine._build_model_optimizer",
-        make=veomni_engine.build_model_optimizer,
+        _VEOMNI, "VeOmniEngine._build_model_optimizer", model.build_model_optimizer,
         reason="build_parallelize_model does not get the engine, whose settings decide how to convert the model. Value models "
         "are not converted",
         remove_when=_VEOMNI_CALLS,
     ),
     Patch(
-        module=_VEOMNI,
-        attr="build_parallelize_model",
-        make=veomni_engine.build_parallelize_model,
+        _VEOMNI, "build_parallelize_model", model.build_parallelize_model,
         reason="verl trains VeOmni models in BF16; this converts the model before VeOmni shards and loads it",
         remove_when=_VEOMNI_CALLS,
     ),
     Patch(
-        module=_VEOMNI,
-        attr="VeOmniEngine.get_per_tensor_param",
-        make=sync.get_per_tensor_param,
+        _VEOMNI, "VeOmniEngine.get_per_tensor_param", sync.get_per_tensor_param,
         reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's own FP8 bytes and "
         "scales, and BF16 for the rest",
         remove_when="verl's VeOmniEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
     ),
 )
 
-#: applied only where verl has the function; ``compat`` says what older releases get instead
+#: applied only if verl has the function; ``compat.py`` says what older releases get instead
 TEMPERATURE = Patch(
-    module=_ENGINE,
-    attr="_scale_logits_by_temperature",
-    make=logprob.scale_logits,
+    _ENGINE, "_scale_logits_by_temperature", logprob.scale_logits,
     when=lambda config: config.same_log_probs,
     reason="verl divides BF16 logits by the temperature in BF16; vLLM divides in FP32",
     remove_when="verl's _scale_logits_by_temperature divides in FP32",
@@ -384,17 +329,13 @@ TEMPERATURE = Patch(
 
 SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
-        module=_ENGINE,
-        attr="logprobs_from_logits",
-        make=logprob.logprobs_from_logits,
+        _ENGINE, "logprobs_from_logits", logprob.logprobs_from_logits,
         when=lambda config: config.same_log_probs,
         reason="verl rounds the log-probs of BF16 logits to BF16; vLLM computes log-softmax in FP32",
         remove_when="verl's logprobs_from_logits computes log-softmax in FP32 for every dtype of logits",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngineWithLMHead.prepare_model_inputs",
-        make=logprob.prepare_model_inputs,
+        _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
         when=lambda config: config.exact,
         reason="verl does not pass the number of sequences in a packed row to the model, so exact attention would stall on the "
         "GPU to count them",
@@ -402,18 +343,14 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         "boundaries as a CPU tensor",
     ),
     Patch(
-        module=_ENGINE,
-        attr="FSDPEngineWithLMHead.prepare_model_outputs",
-        make=logprob.prepare_model_outputs,
+        _ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", logprob.prepare_model_outputs,
         when=lambda config: config.same_log_probs,
         reason="verl masks padding logits beyond the tokenizer and vision placeholders in vLLM only, not in the trainer",
         remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
         upstream="https://github.com/verl-project/verl/pull/7038",
     ),
     Patch(
-        module="verl.models.transformers.dense_common",
-        attr="forward_with_torch_backend",
-        make=logprob.forward_with_torch_backend,
+        "verl.models.transformers.dense_common", "forward_with_torch_backend", logprob.forward_with_torch_backend,
         when=lambda config: config.same_log_probs,
         reason="verl's fused forward does not mask the tokens that verl masks in vLLM. The Triton forward is not covered; the "
         "driver selects this one",
@@ -421,9 +358,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         upstream="https://github.com/verl-project/verl/pull/7038",
     ),
     Patch(
-        module="verl.utils.experimental.torch_functional",
-        attr="FusedLinearForPPO.forward",
-        make=logprob.forward,
+        "verl.utils.experimental.torch_functional", "FusedLinearForPPO.forward", logprob.forward,
         when=lambda config: config.same_log_probs,
         reason="verl's fused log-probs use a matmul that depends on the batch, and divide by the temperature in BF16",
         remove_when="verl's FusedLinearForPPO.forward calls the model's own lm_head and computes temperature and log-softmax "
@@ -433,9 +368,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
 
 
 SAME_WEIGHTS = Patch(
-    module=_ENGINE,
-    attr="FSDPEngine.forward_backward_batch",
-    make=model.forward_backward_batch,
+    _ENGINE, "FSDPEngine.forward_backward_batch", model.forward_backward_batch,
     when=lambda config: config.fp8_train,
     reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
     "would quantize it again",
@@ -445,9 +378,7 @@ SAME_WEIGHTS = Patch(
 
 
 ROUTES = Patch(
-    module=_ENGINE,
-    attr="FSDPEngineWithLMHead.forward_step",
-    make=routes.forward_step,
+    _ENGINE, "FSDPEngineWithLMHead.forward_step", routes.forward_step,
     when=lambda config: config.returns_routes,
     reason="verl's FSDP engine ignores the expert choices that the rollout returned, so it neither compares nor replays them "
     "(R3). Other engines are not covered",
@@ -458,9 +389,7 @@ ROUTES = Patch(
 
 
 ANSWERS = Patch(
-    module="verl.workers.rollout.vllm_rollout.vllm_async_server",
-    attr="vLLMHttpServer.collective_rpc",
-    make=sync.collective_rpc,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.collective_rpc", sync.collective_rpc,
     when=lambda config: config.sync == "delta",
     reason="verl discards what the engine's workers return, so the trainer loop could not ask which weights they hold",
     remove_when="verl's vLLMHttpServer.collective_rpc returns the result of engine.collective_rpc",
@@ -475,7 +404,7 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, then those of other engines, log-probs and corrections where they are needed."""
-        patches = EVERY_MODE + VISION + old_weights.PATCHES + (MEGATRON if is_installed("megatron.core") else ())
+        patches = EVERY_MODE + VISION + SAVED_WEIGHTS + (MEGATRON if is_installed("megatron.core") else ())
         patches += VEOMNI if is_installed("veomni") else ()
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
@@ -509,7 +438,7 @@ class VerlAdapter(Adapter):
         megatron.export_scales(config, journal)
 
     def on_undo(self) -> None:
-        """Drop metrics that wait for a log line."""
+        """Reset the state of this process."""
         state.reset()
 
 

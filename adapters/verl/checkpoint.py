@@ -1,4 +1,4 @@
-"""Checkpoints of verl's engines: the settings they were saved with, and the merge of their shards."""
+"""Checkpoints of verl's engines: the settings they were saved with, and the merging of their shards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import lora
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, Select
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_checkpoint", "merge", "problems", "resumed", "save_checkpoint"]
+# ---- Record the run's settings in checkpoints, and compare them before a checkpoint is loaded ----
 
-
-# ---- Record the run's settings in checkpoints of verl's FSDP engines, and compare them before a checkpoint is loaded
-
-#: the engines that save by ``FSDPCheckpointManager``, and so write a record
+#: the engines that save with ``FSDPCheckpointManager``, and so record the settings
 _RECORDED = ("fsdp", "fsdp2", "veomni")
 
 
-def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield the error of the checkpoint that verl would resume from, so that the driver has it before a worker starts.
+def problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error if verl would resume from a checkpoint of other settings, before any worker starts.
 
-    verl resumes by default (``resume_mode=auto``) whatever is in its folder. A folder that the driver does not see is left to
-    the workers.
+    By default (``resume_mode=auto``) verl resumes from whatever is in its folder. If the driver cannot see the folder, the
+    workers check.
     """
     actor = os.path.join(resumed(select).path, "actor")
     if select(f"{ACTOR}.strategy") in _RECORDED and os.path.isdir(actor):
@@ -38,8 +35,8 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
         yield from raised(lambda: record.check(actor, config, optimizer=states, elsewhere="trainer.default_local_dir"))
 
 
-def resumed(select: Callable[[str], Any]) -> Place:
-    """Return the folder of the step that verl resumes from, as its trainers find it; an empty path if it starts anew."""
+def resumed(select: Select) -> Place:
+    """Return the folder of the step that verl would resume from, found as its trainers do; an empty path if it starts fresh."""
     mode, folder = select("trainer.resume_mode"), str(select("trainer.default_local_dir") or "")
     if mode == "resume_path":
         return Place("trainer.resume_from_path", str(select("trainer.resume_from_path") or ""))
@@ -50,7 +47,7 @@ def resumed(select: Callable[[str], Any]) -> Place:
 
 
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPCheckpointManager.save_checkpoint``: rank 0 writes ``jetrl.json`` beside its shards."""
+    """Wrap ``FSDPCheckpointManager.save_checkpoint``: rank 0 writes ``jetrl.json`` next to its shards."""
 
     def save_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
         if local_path is not None and self.rank == 0:
@@ -75,17 +72,19 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-# ---- Merge shards of verl's FSDP engine into a Hugging Face folder with verl's own merger, which holds the whole model in memory
+# ---- Merge the shards of verl's FSDP engine ----
 
 def merge(checkpoint: Path, target: Path) -> None:
-    """Write a BF16 Hugging Face folder. Raises ConfigError if verl is missing or its merger fails."""
+    """Write a BF16 Hugging Face folder with verl's own merger, which holds the whole model in memory.
+
+    Raises ConfigError if verl is missing or its merger fails.
+    """
+    what = f"checkpoint {checkpoint}"
     try:
         from verl.model_merger.base_model_merger import ModelMergerConfig
         from verl.model_merger.fsdp_model_merger import FSDPModelMerger
     except ImportError as error:
-        raise ConfigError(
-            explain(f"checkpoint {checkpoint}", required="verl, to merge its shards", found=error, fix="install verl")
-        ) from error
+        raise ConfigError(explain(what, required="verl, to merge its shards", found=error, fix="install verl")) from error
     config = ModelMergerConfig(
         operation="merge",
         backend="fsdp",
@@ -96,9 +95,5 @@ def merge(checkpoint: Path, target: Path) -> None:
     try:
         FSDPModelMerger(config).merge_and_save()
     except Exception as error:  # verl raises various types for a missing or broken shard
-        found = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            explain(
-                f"checkpoint {checkpoint}", required="shards that verl can merge", found=found, fix="copy the complete checkpoint"
-            )
-        ) from error
+        required, found = "shards that verl can merge", f"{type(error).__name__}: {error}"
+        raise ConfigError(explain(what, required=required, found=found, fix="copy the complete checkpoint")) from error

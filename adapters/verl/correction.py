@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, named, selector
 from jetrl_patch.config import Config
 from jetrl_patch.config.corrections import CORRECTIONS, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
@@ -17,13 +17,7 @@ from jetrl_patch.registry import Journal
 if TYPE_CHECKING:
     from jetrl_patch.measure.mismatch import Applied
 
-__all__ = [
-    "ACR_LOSS", "CORRECTION", "compute_is_metrics", "drops_tokens", "figures", "in_use", "is_bypassed", "policy_loss",
-    "problems", "register_acr", "wanted", "weights_and_mask",
-]  # fmt: skip
-
-
-# ---- Metrics of a batch whose tokens a correction drops entirely: all weights and the effective sample size are 0
+# ---- Metrics of a batch in which a correction drops every token: all weights and the effective sample size are 0 ----
 
 _ZERO = ("mean", "std", "eff_sample_size", "seq_mean", "seq_std", "seq_max", "seq_min")
 
@@ -34,19 +28,19 @@ def compute_is_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_is_metrics(rollout_is_weights: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         if bool(rollout_is_weights.any()):
             return original(rollout_is_weights, *args, **kwargs)
-        # the metrics that do not depend on the weights
+        # any weights but 0 will do: only the metrics that do not depend on them are kept
         found: dict[str, float] = original(rollout_is_weights + 1.0, *args, **kwargs)
         zero = [f"rollout_is_{name}" for name in _ZERO]
-        if kwargs.get("rollout_is") == "token":  # otherwise these describe the plain ratios
+        if kwargs.get("rollout_is") == "token":  # otherwise these two describe the plain ratios
             zero += ["rollout_is_max", "rollout_is_min"]
         return {**found, **dict.fromkeys(zero, 0.0), "rollout_is_seq_max_deviation": 1.0}
 
     return compute_is_metrics
 
 
-# ---- QuRL's adaptive clipping range (ACR) in verl, as an entry of its registry of policy losses --
-# The loss needs ρ before truncation, but verl passes its losses one tensor, ``rollout_is_weights``. verl therefore computes
-# and logs its truncated weights (``rollout_corr/*``) as usual, and the tensor is then replaced by ρ.
+# ---- QuRL's adaptive clipping range (ACR), an entry of verl's registry of policy losses ----
+# The loss needs the ratio ρ before truncation, but verl passes its losses one tensor, ``rollout_is_weights``. So verl computes
+# and logs its truncated weights (``rollout_corr/*``) as usual, and the plugin then replaces the tensor by ρ.
 
 #: above e^20, the largest ratio after verl's clamp
 _NO_CAP = 1e9
@@ -64,9 +58,9 @@ def register_acr(module: ModuleType, journal: Journal) -> None:
 
 
 def weights_and_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``compute_rollout_correction_and_rejection_mask``, which both trainers call.
+    """Wrap ``compute_rollout_correction_and_rejection_mask``: replace its weights by the plain ratio ρ. Both trainers call it.
 
-    Replace its weights by the plain ratio ρ. Mask and metrics stay verl's.
+    Mask and metrics stay verl's.
     """
 
     def compute_rollout_correction_and_rejection_mask(
@@ -93,7 +87,7 @@ def policy_loss(
     config: Any = None,
     rollout_is_weights: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Compute verl's ``vanilla`` loss with ``measure.corrections.acr_loss`` in place of its clip; all tensors are [B, T].
+    """Compute verl's ``vanilla`` loss with ``measure.corrections.acr_loss`` instead of its clip. All tensors are [B, T].
 
     ``rollout_is_weights`` is ρ without truncation. Clip ranges, dual clip, aggregation and metrics are verl's.
     """
@@ -122,7 +116,7 @@ def _on() -> bool:
     return session.active_with(lambda config: config.acr)
 
 
-# ---- jetrl_patch's corrections in verl: set ``algorithm.rollout_correction``, and add only what verl lacks
+# ---- The settings under ``algorithm.rollout_correction`` ----
 # verl's trainer loop computes the weights from ``old_log_probs`` and ``rollout_log_probs``
 # (``verl/trainer/ppo/rollout_corr_helper.py``), and its policy losses multiply by them. verl clamps log-ratios to ±20, so a
 # lower bound below e^-20 drops nothing.
@@ -132,7 +126,6 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 #: name of the ACR loss in verl's registry
 ACR_LOSS = "jetrl_acr"
-
 #: below e^-20, the smallest ratio after verl's clamp
 _KEEPS_ALL = 1e-9
 
@@ -175,10 +168,9 @@ def wanted(verl_config: Any, config: Config) -> dict[str, Any]:
     if config.acr:
         found[f"{POLICY_LOSS}.loss_mode"] = ACR_LOSS
     if is_bypassed(verl_config):
-        # verl sets these at the first batch (V0) or never (V1), when the workers already have their own copy
-        whole = {**_section(verl_config), **_fields(config)}
+        # verl sets these at the first batch (V0) or never (V1), too late: the workers already have their own copy
         found[f"{POLICY_LOSS}.loss_mode"] = "bypass_mode"
-        found[f"{POLICY_LOSS}.rollout_correction"] = whole
+        found[f"{POLICY_LOSS}.rollout_correction"] = {**_section(verl_config), **_fields(config)}
     return found
 
 
@@ -193,9 +185,9 @@ def is_bypassed(verl_config: Any) -> bool:
 
 
 def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]] | None:
-    """Return the name and interval of the correction that a ``rollout_correction`` describes, whoever wrote it.
+    """Return the name and interval of the correction in a ``rollout_correction`` section, whether the user or the plugin set it.
 
-    ``("none", (0, inf))`` without a correction; None for one that has no name here.
+    ``("none", (0, inf))`` without a correction; None for a correction that the plugin has no name for.
     """
     section = section or {}
     level, reject = section.get("rollout_is"), section.get("rollout_rs")
@@ -219,7 +211,7 @@ def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]]
 
 
 def _named(level: object, is_interval: bool, bounds: tuple[float, float]) -> tuple[str, tuple[float, float]] | None:
-    """Name the correction of verl's weights. With a lower bound, prefer a kind that requires one at that level."""
+    """Name the correction by verl's weights. With a lower bound, prefer one that requires a lower bound."""
     names = [ours for ours, theirs in _WEIGHTS.items() if theirs == (str(level), is_interval)]
     if not names:
         return None
@@ -228,42 +220,31 @@ def _named(level: object, is_interval: bool, bounds: tuple[float, float]) -> tup
 
 
 def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> Applied | None:
-    """Return the effect of a ``rollout_correction`` on log-ratios [B, T]; None without a correction or a name for it."""
+    """Return the effect of a ``rollout_correction`` on log-ratios [B, T]; None if ``in_use`` finds none or has no name."""
     from jetrl_patch.measure.mismatch import of_run
 
     return of_run(in_use(section), log_ratio, mask)
 
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting in verl's configuration that contradicts the configured correction."""
+    """Yield an error for each setting of verl that contradicts the plugin's correction."""
     section, loss = _section(verl_config), _loss_mode(verl_config)
     if is_bypassed(verl_config):
         yield from _bypass_problems(section, loss, config)
     if config.correction == "none":
         return
     if (section.get("rollout_is") or section.get("rollout_rs")) and not _same(section, config):
-        names = (
-            "rollout_is",
-            "rollout_is_threshold",
-            "rollout_rs",
-            "rollout_rs_threshold",
-            "rollout_is_batch_normalize",
-        )
-        yield ConfigError(
-            explain(
-                f"{named(CORRECTION)} with jetrl_patch's correction",
-                required=_given(config),
-                found=", ".join(f"{name}={section[name]!r}" for name in names if section.get(name)),
-                fix="drop one of the two corrections",
-            )
-        )
+        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize")
+        found = ", ".join(f"{name}={section[name]!r}" for name in names if section.get(name))
+        what, fix = f"{named(CORRECTION)} with jetrl_patch's correction", "drop one of the two corrections"
+        yield ConfigError(explain(what, required=_given(config), found=found, fix=fix))
     elif section.get("rollout_is_batch_normalize"):
-        yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false, so that the weights are the formula's", "true")
+        yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false (the formula does not normalize)", "true")
     if loss in _WITHOUT_WEIGHTS and config.correction not in _REJECTION:
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "a loss that applies weights", repr(loss))
     if config.acr and loss not in ("vanilla", ACR_LOSS):
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "'vanilla', which ACR replaces", repr(loss))
-    estimator = str(_select(verl_config, "algorithm.adv_estimator"))
+    estimator = str(selector(verl_config)("algorithm.adv_estimator"))
     if config.acr and estimator in _READ_WEIGHTS:
         yield _wrong("algorithm.adv_estimator", config, "an estimator that does not read truncated weights", repr(estimator))
 
@@ -289,8 +270,7 @@ def _given(config: Config) -> str:
 
 
 def _same(section: Mapping[str, Any], config: Config) -> bool:
-    theirs = in_use(section)
-    ours = in_use(_fields(config))
+    theirs, ours = in_use(section), in_use(_fields(config))
     if theirs is None or ours is None or theirs[0] != ours[0]:
         return False
     return all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs[1], ours[1]))
@@ -304,16 +284,10 @@ def _pair(text: str) -> tuple[float, float] | None:
 def _section(verl_config: Any) -> Mapping[str, Any]:
     from omegaconf import OmegaConf
 
-    found = _select(verl_config, CORRECTION)
+    found = selector(verl_config)(CORRECTION)
     plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     return plain or {}
 
 
 def _loss_mode(verl_config: Any) -> str:
-    return str(_select(verl_config, f"{POLICY_LOSS}.loss_mode") or "vanilla")
-
-
-def _select(verl_config: Any, path: str) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(verl_config, path, default=None)
+    return str(selector(verl_config)(f"{POLICY_LOSS}.loss_mode") or "vanilla")

@@ -1,8 +1,7 @@
-"""The module behind verl's entry point group ``verl.plugins``, loaded in every process that imports verl.
+"""The entry point of group ``verl.plugins``, imported in every process that imports verl.
 
-verl (0.9.1, ``verl/__init__.py``) logs a plugin's exception at debug level and continues without the plugin. A run that
-opted in must not continue unpatched, so a failure here raises ``PluginFailed``. It is a ``BaseException``, which verl does
-not catch.
+verl (0.9.1, ``verl/__init__.py``) logs a plugin's exception at debug level and goes on without the plugin. A run that opted in
+must not go on unpatched, so a failure here raises ``PluginFailed``, a ``BaseException``, which verl does not catch.
 
 If the environment does not opt in, verl's configuration still can (``preset.py``).
 """
@@ -14,7 +13,7 @@ from jetrl_patch.adapters.verl import preset
 
 
 class PluginFailed(BaseException):
-    """Raised when this process could not be patched; its cause says why."""
+    """Raised if this process could not be patched; its cause says why."""
 
 
 def activate() -> None:

@@ -3,71 +3,66 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl.compat import wants_float_logits
-from jetrl_patch.adapters.verl.yaml_settings import MODEL, named
+from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.structure import is_vision_language
+from jetrl_patch.patching.attached import Attached
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jetrl_patch.adapters.verl.state import Prepared
 
-__all__ = [
-    "attach", "check_fused", "check_model", "check_setting", "forward", "forward_with_gathered_head",
-    "forward_with_torch_backend", "gathered", "is_used", "notes", "wanted",
-]  # fmt: skip
-
-
-# ---- Compute the trainer's log-probs as the rollout does, in exact mode and FP16 -----------------
+# ---- Log-probs by the rollout's formula ----
 # vLLM's sampler casts logits to FP32, divides by the temperature, sets the tokens that verl bans to −inf and takes the
-# log-softmax, all in FP32. verl's trainer divides BF16 logits in BF16. It then uses a formula per dtype (log-probs rounded to
-# BF16 for BF16 logits, ``x − logsumexp`` for FP32) over the whole vocabulary.
+# log-softmax, all in FP32. verl's trainer divides BF16 logits in BF16. Its formula depends on the dtype (log-probs rounded to
+# BF16 for BF16 logits, ``x − logsumexp`` for FP32 logits), and it uses the whole vocabulary.
 
 #: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
 BANNED = -1e30
 
-
-#: keys of a micro-batch that make verl read the logits for something other than log-probs
+#: keys of a micro-batch that make verl use the logits for something other than log-probs
 _OTHER_READERS = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
 
 
-class _Current(threading.local):
-    """The micro-batch in this thread's ``prepare_model_outputs``, if it reads the logits for log-probs alone.
+@dataclasses.dataclass(frozen=True)
+class PendingLogits:
+    """Logits [..., V] from which verl computes log-probs and nothing else. verl passes this on as if it were the tensor.
 
-    Its logits then stay as the model returned them: banning and dividing happen in blocks of tokens, without a copy of all.
+    ``logprobs_from_logits`` then edits and divides blocks of tokens, so that no copy of all logits is made.
     """
 
-    alone = False
-    edit: Any = None
+    values: Tensor
+    edit: Callable[[Any, Any], Any] | None
     temperature: Any = 1.0
 
-
-_current = _Current()
+    def squeeze(self, dim: int) -> PendingLogits:
+        """Like a tensor's."""
+        return dataclasses.replace(self, values=self.values.squeeze(dim))
 
 
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32.
 
-    The dtype of the result does not depend on the temperatures: ranks that share sequences, and the micro-batches of one
-    rank, put their entropies together.
+    The dtype of the result must not depend on the temperatures: verl concatenates the entropies of a rank's micro-batches, and
+    those of ranks that share sequences.
     """
 
     def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
         if is_unit_temperature:
             return logits
         temperature = temperature.clamp(min=1e-8).float()
-        if _current.alone:
-            _current.temperature = temperature
-            return logits
+        if isinstance(logits, PendingLogits):
+            return dataclasses.replace(logits, temperature=temperature)
         return logits.float() / temperature
 
     return _scale_logits_by_temperature
@@ -79,17 +74,17 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
         from jetrl_patch.exact.ops import token_log_probs
 
-        if not _current.alone:  # others hold the logits too
+        if not isinstance(logits, PendingLogits):  # verl uses the logits elsewhere too
             return token_log_probs(logits, labels)
-        return token_log_probs(logits, labels, _current.temperature, edit=_current.edit, reuse=inplace_backward)
+        return token_log_probs(logits.values, labels, logits.temperature, edit=logits.edit, reuse=inplace_backward)
 
     return logprobs_from_logits
 
 
 def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: note how many sequences a packed row holds at most.
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: pass exact attention an upper bound of the sequences in a packed row.
 
-    They are the micro-batch's, the padding's, of which every token may count as one, and the one that a rank's slice cuts.
+    It is the number of the micro-batch's sequences, plus one for each padding token, plus one that a rank's slice may cut.
     """
 
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
@@ -107,11 +102,13 @@ def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample.
 
-    Where verl divides by the temperature in line, in the logits' dtype, it gets FP32 logits.
+    A verl that divides by the temperature in line, in the logits' dtype, gets FP32 logits.
     """
 
     def prepare_model_outputs(self: Any, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared, logits = getattr(self, "_jetrl", None), getattr(output, "logits", None)
+        from jetrl_patch.adapters.verl.state import RECORD
+
+        prepared, logits = RECORD.get(self), getattr(output, "logits", None)
         if logits is None:
             return original(self, output, output_args, micro_batch, *args, **kwargs)
         outside = None if prepared is None else banned_columns(logits, prepared.vocabulary, prepared.banned)
@@ -121,19 +118,14 @@ def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
             if in_line and not _is_unit(output_args):
                 output.logits = output.logits.float()
             return original(self, output, output_args, micro_batch, *args, **kwargs)
-        _current.alone, _current.edit, _current.temperature = True, None, 1.0
-        if outside is not None:
-            _current.edit = lambda block, rows: ban(block, outside)
-        try:
-            return original(self, output, output_args, micro_batch, *args, **kwargs)
-        finally:
-            _current.alone, _current.edit, _current.temperature = False, None, 1.0
+        output.logits = PendingLogits(logits, None if outside is None else lambda block, rows: ban(block, outside))
+        return original(self, output, output_args, micro_batch, *args, **kwargs)
 
     return prepare_model_outputs
 
 
 def _is_unit(output_args: Any) -> bool:
-    """Whether every sample's temperature is 1, by which a division in any dtype is exact."""
+    """Whether every sample's temperature is 1: division by 1 is exact in any dtype."""
     found = output_args.get("temperature_rmpad", output_args.get("temperature"))
     return bool((found == 1.0).all())
 
@@ -141,7 +133,7 @@ def _is_unit(output_args: Any) -> bool:
 def log_probs_alone(micro_batch: Any, logits: Any) -> bool:
     """Whether verl computes log-probs from these logits and nothing else, in one packed row of tokens.
 
-    In a padded batch verl copies the logits of all tokens before it computes log-probs. A DTensor is gathered first.
+    In a padded batch verl first copies the logits of all tokens, and it first gathers a DTensor.
     """
     from torch.distributed.tensor import DTensor
     from verl.utils import tensordict_utils as tu
@@ -154,7 +146,7 @@ def log_probs_alone(micro_batch: Any, logits: Any) -> bool:
 
 
 def banned_columns(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:
-    """Return a bool [V] of the banned tokens and those beyond the tokenizer, or None if there are none.
+    """Return a bool [V]: True for banned tokens and tokens beyond the tokenizer. None if there are none.
 
     verl masks the same tokens in vLLM (``monkey_patch_compute_logits``).
     """
@@ -173,7 +165,7 @@ def banned_columns(logits: Any, vocabulary: int | None, banned: list[int]) -> An
     return _columns[key]
 
 
-#: masks on their device: copying one there at each micro-batch makes the host wait
+#: cached masks on their device: copying one at each micro-batch would make the host wait
 _columns: dict[Any, Any] = {}
 
 
@@ -188,47 +180,47 @@ def ban(logits: Any, outside: Any) -> Any:
     return logits.masked_fill(outside, BANNED)
 
 
-# ---- verl's fused kernels (``use_fused_kernels``) in the modes whose log-probs follow the rollout's formula
+# ---- verl's fused kernels (``use_fused_kernels``), in the same modes ----
 # They bypass ``lm_head``'s forward: the model returns log-probs and entropies that ``FusedLinearForPPO`` or a Triton kernel
-# computes from hidden states and the head's weight, a few rows at a time. Their product depends on the batch, they divide by the
-# temperature in BF16, and they know nothing of the tokens that verl bans in vLLM. Here ``FusedLinearForPPO`` keeps its interface
-# and its low memory, and computes what the unfused path does: the run's own head, the banned tokens, log-softmax in FP32.
+# computes from hidden states and the head's weight, a few rows at a time. Their matmul depends on the batch, they divide by the
+# temperature in BF16, and they ignore the tokens that verl bans in vLLM. Here ``FusedLinearForPPO`` keeps its interface and its
+# low memory, and computes what the unfused path computes: the run's own head, banned tokens, log-softmax in FP32.
 
 _USED = f"{MODEL}.use_fused_kernels"
 #: the implementation that calls ``FusedLinearForPPO``
 _IMPLEMENTATION = f"{MODEL}.fused_kernel_options.impl_backend"
-#: where ``attach`` leaves the engine's record on its model
-_ATTRIBUTE = "_jetrl_prepared"
+#: the engine's record, on its model
+_OF_MODEL: Attached[Prepared] = Attached("_jetrl_prepared", "verl's fused forward gets the model and no engine")
 
-#: the record of the model whose forward is running in this thread
+#: the record of the model whose forward runs in this thread: verl passes ``FusedLinearForPPO`` only tensors
 _running: ContextVar[Prepared | None] = ContextVar("jetrl_fused_model", default=None)
 
 
-def is_used(select: Callable[[str], Any], config: Config) -> bool:
-    """Whether verl would compute log-probs by fused kernels in a mode whose log-probs follow the rollout's."""
+def is_used(select: Select, config: Config) -> bool:
+    """Whether verl would use fused kernels in a mode whose log-probs must equal the rollout's."""
     return config.same_log_probs and bool(select(_USED))
 
 
-def wanted(select: Callable[[str], Any], config: Config) -> dict[str, Any]:
-    """Return the verl setting that leads to the replaced class: path -> value."""
+def wanted(select: Select, config: Config) -> dict[str, Any]:
+    """Return the verl setting that selects the replaced class: path -> value."""
     return {_IMPLEMENTATION: "torch"} if is_used(select, config) else {}
 
 
-def notes(select: Callable[[str], Any], config: Config) -> Iterator[str]:
-    """Yield the line that says what stands in for the fused kernels."""
+def notes(select: Select, config: Config) -> Iterator[str]:
+    """Yield the log line that says what replaces the fused kernels."""
     if is_used(select, config):
         yield f"{_USED}: log-probs and entropies come from the run's own head, in chunks, instead of verl's fused kernels"
 
 
 def attach(engine: Any, module: Any, prepared: Prepared) -> None:
-    """Leave the engine's record on its model, for ``forward_with_torch_backend``. Raises ModelError as ``check_model``."""
+    """Store the engine's record on its model, for ``forward_with_torch_backend``. Raises ModelError as ``check_model``."""
     if engine.model_config.use_fused_kernels and session.active_config().same_log_probs:
         check_model(module.config)
-        setattr(module, _ATTRIBUTE, prepared)
+        _OF_MODEL.set(module, prepared)
 
 
 def check_model(hf_config: Any) -> None:
-    """Raise ModelError if the model divides the logits of ``lm_head``: verl's fused forward leaves that out."""
+    """Raise ModelError if the model divides the logits of ``lm_head``: verl's fused forward skips the division."""
     family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     name = None if family is None else family.logits_divisor
     if name is not None and getattr(hf_config, name, 1.0) != 1.0:
@@ -237,20 +229,20 @@ def check_model(hf_config: Any) -> None:
 
 
 def check_fused(implementation: Any, hf_config: Any) -> None:
-    """Raise ModelError for a vision-language model and a fused implementation with which its log-probs have not been compared."""
+    """Raise ModelError for a vision-language model with a fused implementation that has not been compared with the rollout."""
     if is_vision_language(hf_config) and implementation != "torch":
         what, found = f"{named(_USED)} with model_type={hf_config.model_type!r}", f"{_IMPLEMENTATION}={implementation!r}"
         raise ModelError(explain(what, required="the implementation torch", found=found, fix=f"set {_IMPLEMENTATION}=torch"))
 
 
-def check_setting(select: Callable[[str], Any], hf_config: Any) -> None:
+def check_setting(select: Select, hf_config: Any) -> None:
     """Raise ModelError as ``check_fused`` if verl's configuration asks for fused kernels."""
     if select(_USED):
         check_fused(select(_IMPLEMENTATION), hf_config)
 
 
 def forward_with_gathered_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's ``forward_with_torch_backend``, which multiplies with ``lm_head.weight`` itself: gather the head."""
+    """Wrap a model's ``forward_with_torch_backend``: gather the head, because it multiplies by ``lm_head.weight`` directly."""
 
     def forward_with_torch_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
         with gathered(self.lm_head):
@@ -260,10 +252,10 @@ def forward_with_gathered_head(original: Callable[..., Any]) -> Callable[..., An
 
 
 def forward_with_torch_backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply, and gather a head that is sharded."""
+    """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply, and gather a sharded head."""
 
     def forward_with_torch_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared = getattr(self, _ATTRIBUTE, None)
+        prepared = _OF_MODEL.get(self)
         if prepared is None:
             return original(self, *args, **kwargs)
         token = _running.set(prepared)
@@ -278,10 +270,10 @@ def forward_with_torch_backend(original: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def gathered(head: Any) -> Iterator[None]:
-    """Gather a head, or an embedding, that is an FSDP2 unit of its own, as verl makes them unless they are tied.
+    """Gather a head or an embedding that is its own FSDP2 unit. verl makes them such units unless they are tied.
 
-    FSDP2 gathers a unit in its forward, which the fused forward never calls. In training the unit stays gathered until the
-    end of the backward pass, where FSDP2 reduces its gradient and shards it again.
+    FSDP2 gathers a unit when its forward is called, and the fused forward does not call it. In training the unit stays gathered
+    until the end of the backward pass; FSDP2 then reduces its gradient and shards it again.
     """
     import torch
     from torch.distributed.fsdp import FSDPModule
@@ -298,7 +290,10 @@ def gathered(head: Any) -> Iterator[None]:
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``FusedLinearForPPO.forward`` for a converted model: hidden states [..., K], head [V, K], labels [...]."""
+    """Replace ``FusedLinearForPPO.forward`` for a converted model: hidden states [..., K], head [V, K], labels [...].
+
+    Returns log-probs and entropies, float32 [...].
+    """
 
     def forward(
         self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
@@ -328,5 +323,5 @@ def product_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     if config.exact:
         return ops.head_linear_fp32 if config.fp32_head else ops.head_linear
     dtype = getattr(torch, config.compute_dtype)
-    # backward runs it again, outside autocast
+    # the backward pass runs it again, outside autocast
     return lambda h_TK, w_VK: torch.nn.functional.linear(h_TK.to(dtype), w_VK.to(dtype))

@@ -1,4 +1,4 @@
-"""LoRA in verl's FSDP engines, and the FP8 all-gather of FSDP2."""
+"""LoRA in verl's FSDP engines, and the FP8 all-gather of FSDP2. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,34 +9,31 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import megatron
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.models.structure import require_attention
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
-__all__ = ["build_lora_module", "check_model", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
-
-
-# ---- LoRA in verl's FSDP engines: the trainer computes with merged weights, and the sync sends them as full weights
-# verl serves adapters in vLLM unless ``model.lora.merge`` is set, which makes its sync send merged weights under plain names. The
-# driver sets it. verl would then merge the FP32 parameters in place, gather them, and restore them from a copy; the values
-# differ from those that the trainer's layers compute with. Here the state dict is read, never written, and each weight is
-# merged by ``fp8.lora.merged_weight`` on its way out.
+# ---- LoRA: the trainer computes with merged weights, and the sync sends them as full weights ----
+# By default verl serves the adapters in vLLM. With ``model.lora.merge``, which the driver sets, its sync sends merged weights
+# under plain names. verl merges the FP32 parameters in place, gathers them, and restores them from a copy; the merged values
+# differ from those that the trainer's layers compute with. The plugin only reads the state dict, and merges each weight with
+# ``fp8.lora.merged_weight`` as it is sent.
 #
-# The reference model of a run with LoRA is the actor with its adapters disabled: its layers then compute with W.
+# The reference model of a run with LoRA is the actor with its adapters disabled: its layers compute with W.
 
 _RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.merge"
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        f"{MODEL}.lora.rank", positive, "0 (it is Megatron's, whose layers the plugin does not merge)",
+        f"{MODEL}.lora.rank", positive, "0 (Megatron reads it, and the plugin does not merge Megatron's layers)",
         "set it to 0, and with FSDP set lora_rank", "quantized", ConflictError,
     ),
 )  # fmt: skip
 
-#: only with adapters
+#: checked only with adapters
 WITH_ADAPTERS: tuple[Rule, ...] = (
     Rule(
         f"{MODEL}.target_parameters", is_set, "adapters of linear layers", "set it to null, and use target_modules", "quantized",
@@ -47,19 +44,19 @@ WITH_ADAPTERS: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
-#: settings of the plugin that do not go with adapters -> why
-_ALONE = {
-    "fp8_all_gather": "FSDP2 would gather the bytes of W, from which no merged weight can be made",
-    "invariant_scale": "a saved adapter would belong to the scaled model",
+#: the plugin's settings that are unsupported with adapters -> why
+_UNSUPPORTED = {
+    "fp8_all_gather": "FSDP2 would gather W as FP8 bytes, which cannot be merged with the adapters",
+    "invariant_scale": "a saved adapter would fit only the scaled model",
 }
 
 
-def _is_used(select: Callable[[str], Any]) -> bool:
+def _is_used(select: Select) -> bool:
     return positive(select(_RANK) or 0) or is_set(select(_PATH))
 
 
-def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting that does not go with adapters."""
+def problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting that is unsupported with adapters."""
     yield from broken(RULES, select, config, named)
     if not config.quantized_rollout or not _is_used(select):
         return
@@ -68,16 +65,15 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     if megatron.is_chosen(select, config):
         found = "an adapter with Megatron"
         yield ConflictError(explain(used, required="full weights", found=found, fix="remove it, or set strategy=fsdp2"))
-    for name, why in _ALONE.items():
+    for name, why in _UNSUPPORTED.items():
         value = getattr(config, name)
         if value:
-            what = f"{name} with {used}"
-            fix = f"leave {name} unset"
-            yield ConfigError(explain(what, required=f"it unset ({why})", found=f"{value!r}", fix=fix))
+            required, fix = f"it unset ({why})", f"leave {name} unset"
+            yield ConfigError(explain(f"{name} with {used}", required=required, found=f"{value!r}", fix=fix))
 
 
-def check_model(hf_config: Any, select: Callable[[str], Any], config: Config) -> None:
-    """Raise ModelError for adapters of a model with delta nets, which nothing has compared with the rollout."""
+def check_model(hf_config: Any, select: Select, config: Config) -> None:
+    """Raise ModelError for adapters of a model with delta nets: they have not been compared with the rollout."""
     if config.quantized_rollout and _is_used(select):
         _check_attention(hf_config)
 
@@ -86,10 +82,10 @@ def _check_attention(hf_config: Any) -> None:
     require_attention(hf_config, "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}")
 
 
-def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
-    """Return the settings that verl's configuration needs; none without adapters.
+def wanted(select: Select, config: Config) -> Mapping[str, Any]:
+    """Return the verl settings that adapters need: path -> value; empty without adapters.
 
-    verl 0.9 loads ``lora_adapter_path`` only with a positive ``lora_rank``. The rank used is the adapter's own.
+    verl 0.9 loads ``lora_adapter_path`` only if ``lora_rank`` is positive, but then uses the adapter's own rank.
     """
     if not config.quantized_rollout or not _is_used(select):
         return {}
@@ -100,7 +96,7 @@ def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
 
 
 def _rank_of(adapter: str) -> int:
-    """The rank of a local adapter; 1 for one that the workers will download."""
+    """Return the rank of a local adapter; 1 for an adapter that the workers will download."""
     file = os.path.join(os.path.expanduser(adapter), "adapter_config.json")
     if not os.path.isfile(file):
         return 1
@@ -111,11 +107,13 @@ def _rank_of(adapter: str) -> int:
 def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine._build_lora_module``: check the adapters, and make FP8 layers compute with merged weights.
 
-    Raises ConfigError for adapters other than plain LoRA, and ModelError as ``check_model``.
+    Raises ConfigError for adapters other than plain LoRA, ModelError as ``check_model``.
     """
 
     def _build_lora_module(self: Any, module: Any) -> Any:
-        config, prepared = session.active_config(), getattr(self, "_jetrl", None)
+        from jetrl_patch.adapters.verl.state import RECORD
+
+        config, prepared = session.active_config(), RECORD.get(self)
         if prepared is None or not config.quantized_rollout:
             return original(self, module)
         from jetrl_patch.fp8.lora import adopt
@@ -132,7 +130,9 @@ def merged_lora_per_tensor_param(original: Callable[..., Any]) -> Callable[..., 
     """Replace ``FSDPEngine._merged_lora_per_tensor_param``: the same names, with the weights that the layers compute with."""
 
     def _merged_lora_per_tensor_param(self: Any) -> Any:
-        adapters = getattr(getattr(self, "_jetrl", None), "adapters", None)
+        from jetrl_patch.adapters.verl.state import RECORD
+
+        adapters = getattr(RECORD.get(self), "adapters", None)
         return original(self) if adapters is None else _merged(self, adapters)
 
     return _merged_lora_per_tensor_param
@@ -155,14 +155,14 @@ def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, A
         names = convert_weight_keys(names, getattr(engine.module, "_fsdp_wrapped_module", engine.module))
         yield from merged_tensors(tensors, names, adapters, full)
     finally:
-        if engine._is_offload_param:  # verl has loaded the model for this
+        if engine._is_offload_param:  # verl has loaded the model to the device for this
             offload_fsdp_model_to_cpu(engine.module)
 
 
 def check_resumed(folder: Any, model: Any, config: Config) -> None:
-    """Raise ConfigError if a checkpoint's adapters have another rank or alpha than the model's, unless ``resume_any`` is set.
+    """Raise ConfigError if rank or alpha of a checkpoint's adapters differ from the model's, unless ``resume_any`` is set.
 
-    verl compares neither, and another alpha would rescale everything that the adapters have learned.
+    verl compares neither, and a different alpha would rescale everything that the adapters have learned.
     """
     file = os.path.join(str(folder), record.ADAPTERS)
     adapters = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", None)
@@ -178,21 +178,21 @@ def check_resumed(folder: Any, model: Any, config: Config) -> None:
         raise ConfigError(differences(f"resuming {folder}", required=wanted, found=found, fix=fix))
 
 
-# ---- The FP8 all-gather in verl's FSDP2 engine: mark the weights, and refuse the other strategies
+# ---- The FP8 all-gather of verl's FSDP2 engine: mark the weights, and refuse other strategies ----
 
-#: one process builds both engines from these settings
+#: one process builds the actor and the reference
 _STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")
 _RULES = tuple(Rule(path, other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all") for path in _STRATEGIES)
 
 
-def gather_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+def gather_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each strategy other than FSDP2."""
     if config.fp8_all_gather:
         yield from broken(_RULES, select, config, named)
 
 
 def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> None:
-    """Mark the weights that ``engine`` gathers in FP8, after conversion and before ``fully_shard``.
+    """Mark the weights that ``engine`` gathers in FP8, between conversion and ``fully_shard``.
 
     Raises ConfigError for an engine that is not FSDP2.
     """
@@ -202,8 +202,6 @@ def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> 
 
     strategy = engine.engine_config.strategy
     if strategy != "fsdp2":
-        fix = "set strategy=fsdp2, or fp8_all_gather=False"
-        raise ConfigError(
-            explain("verl's engine with fp8_all_gather=True", required="strategy fsdp2", found=repr(strategy), fix=fix)
-        )
+        what, fix = "verl's engine with fp8_all_gather=True", "set strategy=fsdp2, or fp8_all_gather=False"
+        raise ConfigError(explain(what, required="strategy fsdp2", found=repr(strategy), fix=fix))
     gather_in_fp8(module, layers, engine.device_mesh.size(-1))

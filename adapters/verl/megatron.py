@@ -1,12 +1,12 @@
-"""Check verl's configuration for Megatron with TransformerEngine, and complete it for the unified flow.
+"""Check and complete verl's configuration for Megatron with TransformerEngine. Imports no torch.
 
 Megatron builds its layers from TransformerEngine (``jetrl_patch.backends.transformer_engine``). With ``fp8=e4m3`` and
-``fp8_recipe=blockwise`` they compute in this project's format, as the rollout does with the backend "te".
+``fp8_recipe=blockwise`` they compute in the same format as the rollout's backend "te".
 
-FP8 parameters (``fp8_param``) are refused. Megatron takes the FP32 masters of an FP8 parameter from the values that
-TransformerEngine kept when it created the parameter. verl 0.9.1 loads the checkpoint later and never reloads the masters,
-so the first optimizer step would start from the wrong weights. BF16 parameters avoid this, and the weight sync gets its
-bytes from TransformerEngine's own quantizer.
+FP8 parameters (``fp8_param``) are refused. Megatron initializes the FP32 masters of an FP8 parameter from values that
+TransformerEngine keeps when it creates the parameter. verl 0.9.1 loads the checkpoint after that and never reloads the masters,
+so the first optimizer step would start from the wrong weights. BF16 parameters do not have this problem. For the weight sync
+TransformerEngine's own quantizer makes the bytes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,23 @@ from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
 
-__all__ = ["STRATEGY", "check_model", "check_scales", "chosen", "export_scales", "is_chosen", "problems", "wanted"]
-
 STRATEGY = "megatron"
 MEGATRON = f"{ACTOR}.megatron"
 LAYERS = f"{MEGATRON}.override_transformer_config"
-#: read by TransformerEngine at import: "1" keeps FP32 scales, anything else rounds them to powers of two
+#: TransformerEngine reads this at import: "1" keeps FP32 scales, anything else rounds them to powers of two
 SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-#: the first TransformerEngine with block scaling, by Megatron's own check
+#: the first TransformerEngine with block scaling, according to Megatron's own check
 TE_LEAST = "2.3"
 #: TransformerEngine's FP8 layers in one transformer block: linear_qkv, linear_proj, linear_fc1, linear_fc2
 PER_BLOCK = 4
 
-#: the plugin's settings that Megatron runs with
+#: the plugin's settings that Megatron needs
 NEEDED = {"precision": SETTINGS["precision"].default, "align": "linear", "backend": "te"}
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
-_DENSE = "no expert parallelism (only dense models are covered)"
-_BF16_MASTERS = (
-    "BF16 parameters (verl builds FP32 masters of FP8 parameters before it loads the checkpoint, and never reloads them)"
-)
+_DENSE = "no expert parallelism (only dense models are supported)"
+_BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it loads the checkpoint, and never reloads them)"
 _REMOVE = "remove it"
 _FALSE = "set it to false"
 
@@ -69,9 +65,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "Megatron-Bridge's export", "set it to true", "quantized"),
     Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
-    Rule(
-        f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError,
-    ),
+    Rule(f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError),
     Rule(
         f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (Megatron's export over others is untested)",
         "set it to naive", "quantized",
@@ -86,7 +80,7 @@ def is_chosen(select: Select, config: Config) -> bool:
 
 
 def chosen(select: Select, asked: Config) -> Config:
-    """Return the settings that Megatron needs where the user left them open: ``align="linear"`` and ``backend="te"``.
+    """Return the settings with ``align="linear"`` and ``backend="te"``, which Megatron needs, where the user left them open.
 
     Args:
         asked: the settings before they were resolved.
@@ -98,7 +92,7 @@ def chosen(select: Select, asked: Config) -> Config:
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting that Megatron does not support, the mode's own settings first."""
+    """Yield an error for each setting that is unsupported with Megatron, the plugin's own settings first."""
     error = mixed(STRATEGY, select)
     if error is not None:
         yield error
@@ -112,8 +106,8 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """The plugin's own settings: what is refused, required and found, and the fix. The three that a run needs are one error."""
-    align = config.resolved_align if config.fp8_train else config.align or NEEDED["align"]  # other precisions need not have one
+    """Yield (setting, required, found, fix) for the plugin's own settings. ``NEEDED`` makes a single error."""
+    align = config.resolved_align if config.fp8_train else config.align or NEEDED["align"]  # unset in other precisions
     found = {"precision": config.precision, "align": align, "backend": config.backend}
     wrong = [name for name, value in NEEDED.items() if found[name] != value]
     if wrong:
@@ -136,7 +130,7 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _missing() -> VersionError | None:
-    """One error for all packages that are missing or too old."""
+    """Return one error for all packages that are missing or too old."""
     te = installed_version("transformer_engine")
     wrong = [f"no {name}" for name in ("megatron.core", "megatron.bridge") if not is_installed(name)]
     if te is None or Version(te) < Version(TE_LEAST):
@@ -149,8 +143,8 @@ def _missing() -> VersionError | None:
 
 
 def wanted(select: Select) -> dict[str, Any]:
-    """Return the verl settings that the unified flow needs: path -> value."""
-    values: dict[str, Any] = {f"{MODEL}.use_remove_padding": True}  # verl has FP8 for packed sequences only
+    """Return the verl settings that FP8 training needs: path -> value."""
+    values: dict[str, Any] = {f"{MODEL}.use_remove_padding": True}  # verl supports FP8 only with packed sequences
     for path in (ACTOR, REF):  # the reference inherits the actor's unless the user overrides them
         if select(f"{path}.megatron") is not None:
             layers = f"{path}.megatron.override_transformer_config"
@@ -159,12 +153,12 @@ def wanted(select: Select) -> dict[str, Any]:
 
 
 def check_model(hf_config: Any, trainer_tp: int) -> None:
-    """Check that the 128x128 blocks of Megatron's merged, split matrices match those of the rollout's layers.
+    """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers.
 
     ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank.
 
     Raises:
-        ModelError: the family is not covered, or a width puts rows of two layers into one block; all such widths are named.
+        ModelError: the family is unsupported, or a block would contain rows of two layers. The error names all such widths.
     """
     family = getattr(hf_config, "model_type", None)
     if family not in covering("megatron"):
@@ -178,14 +172,9 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
     wrong = [f"head_dim={width}"] if width % 128 else []
     wrong += [f"intermediate_size={inner} over {trainer_tp} ranks"] if inner % (128 * trainer_tp) else []
     if wrong:
-        raise ModelError(
-            explain(
-                "the model with Megatron",
-                required="a head_dim and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers",
-                found=", ".join(wrong),
-                fix="change megatron.tensor_model_parallel_size, or set strategy=fsdp2",
-            )
-        )
+        required = "a head_dim and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers"
+        fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
+        raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
 
 
 def _scales(config: Config) -> str:
@@ -196,18 +185,13 @@ def check_scales(config: Config, environ: Mapping[str, str] | None = None) -> No
     """Raise ConflictError if the environment gives TransformerEngine another scale format than ``config``."""
     given = (os.environ if environ is None else environ).get(SCALES)
     if config.fp8_train and config.backend == "te" and given not in (None, "", _scales(config)):
-        raise ConflictError(
-            explain(
-                f"scale_format={config.scale_format!r} with TransformerEngine",
-                required=f"{SCALES}={_scales(config)}",
-                found=f"{given!r} in the environment",
-                fix="unset the variable, or change scale_format",
-            )
-        )
+        required, found = f"{SCALES}={_scales(config)}", f"{given!r} in the environment"
+        what, fix = f"scale_format={config.scale_format!r} with TransformerEngine", "unset the variable, or change scale_format"
+        raise ConflictError(explain(what, required=required, found=found, fix=fix))
 
 
 def export_scales(config: Config, journal: Journal) -> None:
-    """Set the variable for this process and its children before TransformerEngine is imported. The journal undoes it."""
+    """Set ``SCALES`` for this process and its children, before TransformerEngine is imported. The journal undoes it."""
     if config.fp8_train and config.backend == "te":
         reason = "TransformerEngine reads the format of its block scales from this variable, once, at import"
         journal.set_item(os.environ, SCALES, _scales(config), target=f"os.environ[{SCALES!r}]", reason=reason)

@@ -1,4 +1,4 @@
-"""Add mismatch and sync metrics to verl's log, in every mode, with or without a correction."""
+"""Mismatch and sync metrics in verl's log, in every mode, with or without a correction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import old_log_probs, routes, state, sync
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
-from jetrl_patch.adapters.verl.old_log_probs import bypass_figures as bypassed_figures
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
@@ -48,7 +47,7 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``SeparateRayPPOTrainer._fit_compute_log_prob``, which takes the rollout's log-probs itself in bypass mode."""
+    """Wrap ``SeparateRayPPOTrainer._fit_compute_log_prob``: in bypass mode, note which samples are of the current weights."""
 
     def _fit_compute_log_prob(self: Any, batch: Any) -> Any:
         if is_bypassed(self.config):
@@ -60,19 +59,14 @@ def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_log_probs(config: Config) -> None:
-    """Report samples without log-probs, which verl's V0 trainer accepts: nothing compares the two sides.
+    """Report samples without log-probs, which verl's V0 trainer accepts: the two sides cannot be compared.
 
-    Raises ConfigError in exact mode, whose promise would be unproven.
+    Raises ConfigError in exact mode, where equality must be checked.
     """
     if config.exact:
-        raise ConfigError(
-            explain(
-                "samples of an agent loop with align='exact'",
-                required="response_logprobs for every token, from the rollout",
-                found="none",
-                fix="return response_logprobs in AgentLoopOutput, or use align='linear'",
-            )
-        )
+        what, required = "samples of an agent loop with align='exact'", "response_logprobs for every token, from the rollout"
+        fix = "return response_logprobs in AgentLoopOutput, or use align='linear'"
+        raise ConfigError(explain(what, required=required, found="none", fix=fix))
     _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
 
 
@@ -87,16 +81,15 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
                 return taken
         result = original(self, batch, metrics)
         current = state.are_current(state.of_tags(batch.tags), unknown=state.are_of_one(self.config))
-        if bypassed:  # the two are the same tensor; the loss compares
+        if bypassed:  # old and rollout log-probs are the same tensor; the loss compares
             DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
         else:
             import transfer_queue
 
             fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-            data = transfer_queue.kv_batch_get(
-                keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
-            ).to_padded_tensor()
-            old, rollout, mask = (data[field] for field in fields)
+            data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            padded = data.to_padded_tensor()
+            old, rollout, mask = (padded[field] for field in fields)
             note_mismatch(self.config, old, rollout, mask, current)
         return result
 
@@ -104,12 +97,12 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: Any) -> None:
-    """Compare log-probs [B, T] and keep the metrics for the step's log line, over all batches since the last one.
+    """Compare log-probs [B, T], and keep the metrics over all batches since the last log line for the next one.
 
     Args:
-        current: bool [B], False for samples of other weights than the trainer's.
+        current: bool [B], True for samples made by the trainer's weights.
 
-    Raises AuditError in exact mode if a token of the others differs and ``on_mismatch="stop"``.
+    Raises AuditError in exact mode if a token of a current sample differs and ``on_mismatch="stop"``.
     """
     DRIVER.compared.add(trainer, rollout, mask, current)
     found, of_current = DRIVER.compared.figures()
@@ -120,10 +113,10 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: A
 
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
-    """Keep what the losses of a step measured, where the correction's metrics take precedence.
+    """Keep what the losses of a step measured. The correction's metrics override the mismatch's.
 
-    A loss does not know which weights made a sample. Where some are older than the trainer's, nothing is promised; otherwise this
-    raises AuditError as ``note_mismatch`` does, but after the update.
+    A loss does not know which weights made a sample. If all are current, this raises AuditError as ``note_mismatch`` does, but
+    after the update. If some are older, equality is not promised and nothing is raised.
     """
     rows, DRIVER.current = DRIVER.current, []
     stale = sum(tokens for current, counts in rows for fresh, tokens in zip(current.tolist(), counts) if not fresh)
@@ -138,8 +131,8 @@ def note(found: Mismatch, corrected: dict[str, float]) -> None:
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``CheckpointEngineManager.update_weights``: collect a report from every worker.
 
-    verl drops what workers return from a sync to a colocated rollout. Of a sync over a checkpoint engine it merges their
-    dictionaries, whose keys are therefore different. Its ``auto_await`` looks at the caller, so it stays outermost.
+    verl discards what the workers return from a sync to a colocated rollout. After a sync over a checkpoint engine it merges
+    their dictionaries, so each worker uses its own key. verl's ``auto_await`` inspects its caller, so it stays outermost.
     """
     from verl.utils.ray_utils import auto_await
 
@@ -167,7 +160,7 @@ def _collected(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_reports(merged: dict[str, Any], workers: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return what each worker reported (``report_key``), in the order of their ranks, and verl's own metrics of the sync."""
+    """Split merged results into the workers' reports (``report_key``), by rank, and verl's own metrics of the sync."""
     keys = [report_key(rank) for rank in range(workers)]
     results = [{key: merged[key]} if key in merged else {} for key in keys]
     return results, {name: value for name, value in merged.items() if name not in keys}
@@ -175,22 +168,22 @@ def split_reports(merged: dict[str, Any], workers: int) -> tuple[list[dict[str, 
 
 def note_sync(results: Sequence[Any]) -> None:
     """Keep the training workers' reports of a sync. Raises NotPatchedError if one reports nothing."""
-    told = [next((result[key] for key in result or () if key.startswith(MARK)), None) for result in results]
-    reports = [report for report in told if report is not None]
+    found = [next((result[key] for key in result or () if key.startswith(MARK)), None) for result in results]
+    reports = [report for report in found if report is not None]
     if len(reports) < len(results):
-        silent = [rank for rank, report in enumerate(told) if report is None]
+        silent = [rank for rank, report in enumerate(found) if report is None]
         raise NotPatchedError(
             f"training workers {silent} are not patched. Install jetrl_patch on their nodes, pass them the JETRL_* variables "
             "and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
         )
-    measured = bypassed_figures(reports)
+    measured = old_log_probs.bypass_figures(reports)
     if measured is None and DRIVER.current:  # no loss has compared these batches
         measured = Sums().figures(), {}
     if measured is not None:
         note(*measured)
     if session.active_config().skips_old_pass and (audited := old_log_probs.take(reports)) is not None:
-        found, corrected, counts = audited
-        note(found, corrected)
+        mismatch, corrected, counts = audited
+        note(mismatch, corrected)
         DRIVER.metrics.update(counts)
     DRIVER.metrics.update(routes.metrics(reports))
     DRIVER.metrics.update(sync_metrics(reports))
@@ -204,9 +197,9 @@ def _warn(line: str) -> None:
 
 
 def log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step; drop those of a pass that did not run.
+    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step, and drop those of a skipped pass.
 
-    Of batches that the losses compare (``DRIVER.current``), the next sync brings the figures.
+    Figures of batches that the losses compare (``DRIVER.current``) arrive with the next sync.
     """
 
     def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:

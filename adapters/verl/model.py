@@ -1,67 +1,53 @@
-"""Convert the trainer's model after loading, before verl wraps it, and tell its layers when their weights change."""
+"""The model of a training worker: convert it before verl's FSDP or VeOmni engine shards it, or check what Megatron has built."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
 import json
 import os
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import logprob, precision, routes, ulysses, vision
+from jetrl_patch.adapters.verl import logprob, megatron, precision, routes, ulysses, veomni, vision
 from jetrl_patch.adapters.verl.lora import mark_layers
-from jetrl_patch.adapters.verl.state import WORKER, Prepared
+from jetrl_patch.adapters.verl.state import RECORD, WORKER, Prepared
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.scaling import RECORD, take_over
-from jetrl_patch.trainer.source import convert
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.fp8 import scaling
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
+from jetrl_patch.trainer.source import Source, convert
 
-__all__ = ["compare_scales", "recorded_in"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-# ---- Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes -
-
-def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
-
-    Does not cover a checkpoint that verl fetches from HDFS during the load.
-    """
-
-    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "_jetrl", None) is not None:
-            found, recorded = recorded_in(local_path)
-            if found:
-                take_over(self.module.config, recorded, str(local_path))
-        return original(self, local_path, *args, **kwargs)
-
-    return load_checkpoint
+    from jetrl_patch.fp8.experts import Experts
 
 
-def recorded_in(local_path: Any) -> tuple[bool, float | None]:
-    """Return whether the checkpoint has a config.json, and the factor recorded there."""
-    file = os.path.join(str(local_path or ""), "huggingface", "config.json")
-    if not os.path.isfile(file):
-        return False, None
-    with open(file) as text:
-        return True, json.load(text).get(RECORD)
-
-
-# ---- Convert the trainer's model after loading, before verl wraps it for LoRA, QAT or FSDP -------
+# ---- FSDP1 and FSDP2: convert after loading, before verl wraps the model for LoRA, QAT or FSDP ----
 
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine._build_module``. Critics (value models) are not converted."""
 
     def _build_module(self: Any) -> Any:
-        module = original(self)
+        module, config = original(self), session.active_config()
         if self.model_config.model_type == "language_model":
             precision.check_model(module)
-            routes.attach(self, module)
-            self._jetrl = prepare(module, session.active_config(), self)
-            logprob.attach(self, module, self._jetrl)
-            mark_layers(self, module, self._jetrl.layers, session.active_config())
+            recorder, replay = routes.observers(self, module)
+            prepared = prepare(module, config, self)
+            prepared.recorder, prepared.replay = recorder, replay
+            RECORD.set(self, prepared)
+            logprob.attach(self, module, prepared)
+            mark_layers(self, module, prepared.layers, config)
             if self.engine_config.forward_only:
-                WORKER.followers.add(self._jetrl)
-        if session.active_config().exact:
+                WORKER.followers.add(prepared)
+        if config.exact:
             ulysses.share(module, self)
         return module
 
@@ -69,17 +55,17 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(module: Any, config: Config, engine: Any) -> Prepared:
-    """Convert the loaded model of verl's ``engine`` in place and return what the weight sync needs to know about it."""
+    """Convert the loaded model of verl's ``engine`` in place, and return what the weight sync needs to know about it."""
     from verl.utils.device import get_device_name
     from verl.utils.model import convert_weight_keys
 
     if config.quantized_rollout:
-        vision.check_worker(module.config, engine)  # the driver has checked a local folder
+        vision.check_worker(module.config, engine)  # for a model whose folder the driver could not read
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
-    only = bool(engine.engine_config.forward_only)
-    source = convert(module, config, shapes, reference=only, device_type=get_device_name(), **sizes)
+    reference = bool(engine.engine_config.forward_only)
+    source = convert(module, config, shapes, reference=reference, device_type=get_device_name(), **sizes)
     return Prepared(**vars(source), vocabulary=_vocabulary(engine.model_config), banned=_banned(engine.model_config))
 
 
@@ -95,14 +81,13 @@ def _banned(model_config: Any) -> list[int]:
     return list(get_vision_placeholder_token_ids(getattr(model_config, "processor", None)))
 
 
-# ---- Tell the FP8 layers of verl's FSDP engines that their weights stay as they are from one optimizer step to the next
-
 def forward_backward_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine.forward_backward_batch``, in which all micro-batches of an update pass and no weight is written.
+    """Wrap ``FSDPEngine.forward_backward_batch``, which runs all micro-batches of an update: no weight changes meanwhile.
 
-    Ranks that share the weights free them after each layer: to hold the bytes of all layers would take what that saves. They
-    quantize what they gather, or set ``fp8_all_gather``. With ``reshard_after_forward=False`` they hold whole BF16 weights, 2
-    bytes each, until the backward pass, and the bytes are 2 more.
+    So the FP8 layers quantize each weight once. This does not apply to ranks that share the weights and free them after each
+    layer: keeping the bytes of all layers would use the memory that freeing saves. Such ranks quantize what they gather, or set
+    ``fp8_all_gather``. With ``reshard_after_forward=False`` they hold whole BF16 weights (2 bytes each) until the backward pass;
+    the FP8 bytes add 2 more.
     """
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
@@ -113,3 +98,242 @@ def forward_backward_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, data, loss_function, forward_only)
 
     return forward_backward_batch
+
+
+def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``FSDPEngine.load_checkpoint``: compare ``invariant_scale`` with the config.json next to its shards.
+
+    Does not cover a checkpoint that verl fetches from HDFS during the load.
+    """
+
+    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if RECORD.get(self) is not None:
+            found, recorded = recorded_in(local_path)
+            if found:
+                scaling.take_over(self.module.config, recorded, str(local_path))
+        return original(self, local_path, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def recorded_in(local_path: Any) -> tuple[bool, float | None]:
+    """Return whether the checkpoint has a config.json, and the factor recorded there."""
+    file = os.path.join(str(local_path or ""), "huggingface", "config.json")
+    if not os.path.isfile(file):
+        return False, None
+    with open(file) as text:
+        return True, json.load(text).get(scaling.RECORD)
+
+
+# ---- VeOmni: convert before the model is sharded, and check where verl's engine would be silent ----
+# ``VeOmniEngine._build_model_optimizer`` → ``build_parallelize_model`` (the model has no memory yet; VeOmni shards it, then loads
+# the checkpoint) → ``get_per_tensor_param`` (whole tensors under Hugging Face names) → the same sync as with FSDP.
+
+#: the engine whose model is being built in this thread: verl does not pass it to ``build_parallelize_model``
+_building: ContextVar[Any] = ContextVar("jetrl_veomni_engine", default=None)
+#: verl's tables of placeholder tokens: key of the Hugging Face config -> key of the table
+_PLACES = {"image_token_id": "IMAGE_INPUT_INDEX", "video_token_id": "VIDEO_INPUT_INDEX"}
+
+
+def build_model_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``VeOmniEngine._build_model_optimizer``: note whose model ``build_parallelize_model`` gets."""
+
+    def _build_model_optimizer(self: Any) -> Any:
+        token = _building.set(self)
+        try:
+            return original(self)
+        finally:
+            _building.reset(token)
+
+    return _build_model_optimizer
+
+
+def build_parallelize_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap VeOmni's ``build_parallelize_model`` in verl's engine. Critics (value models) are not converted."""
+
+    def build_parallelize_model(module: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = _building.get()
+        if engine is not None and engine.model_config.model_type == "language_model":
+            prepare_veomni(engine, module)
+        return original(module, *args, **kwargs)
+
+    return build_parallelize_model
+
+
+def prepare_veomni(engine: Any, module: Any) -> None:
+    """Convert an engine's model in place, and store on the engine what the weight sync needs to know about it.
+
+    Raises:
+        ModelError: the family is not covered, the model is not of VeOmni's own class, or verl would not find its images.
+    """
+    config = session.active_config()
+    if config.quantized_rollout:
+        veomni.check_model(module.config)
+        _check_modelling(module)
+        _check_places(module.config)
+    prepared = prepare(module, config, engine)
+    RECORD.set(engine, prepared)
+    if config.fp8_train:
+        _use_fp8_experts(prepared.experts)
+    if engine.engine_config.forward_only:
+        WORKER.followers.add(prepared)
+
+
+class Fp8Experts:
+    """Experts that compute in FP8 instead of with VeOmni's kernels. VeOmni's class bypasses transformers' registry of kernels."""
+
+    jetrl_experts: Experts
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens [T, H], experts and weights [T, k] -> BF16 [T, H]."""
+        from jetrl_patch.fp8.experts import experts_forward
+
+        weights = (self.gate_up_proj, self.down_proj)
+        return experts_forward(hidden_states, *weights, top_k_weights, top_k_index, self.jetrl_experts)
+
+
+def _use_fp8_experts(experts: Any) -> None:
+    """Swap the class of each module of experts. The new class has the old name, by which the plugin recognizes experts."""
+    for module in experts.values():
+        own = type(module)
+        module.__class__ = type(own.__name__, (Fp8Experts, own), {"__module__": own.__module__})
+
+
+def _check_modelling(module: Any) -> None:
+    kind = type(module)
+    if not kind.__module__.startswith("veomni."):
+        required, found = "VeOmni's own class", f"{kind.__module__}.{kind.__name__}"
+        fix = "unset MODELING_BACKEND, or set strategy=fsdp2"
+        raise ModelError(explain("the model of verl's VeOmni engine", required=required, found=found, fix=fix))
+
+
+def _check_places(hf_config: Any) -> None:
+    """Check the placeholder tokens of a vision-language model: verl hard-codes them and would not find others."""
+    from verl.workers.engine.veomni.utils import VL_TYPE2INDEX
+
+    table = VL_TYPE2INDEX.get(hf_config.model_type, {})
+    wrong = {key: getattr(hf_config, key) for key, name in _PLACES.items() if table and getattr(hf_config, key) != table[name]}
+    if wrong:
+        required = " and ".join(f"{key}={table[_PLACES[key]]}" for key in wrong)
+        found = " and ".join(f"{key}={value}" for key, value in wrong.items())
+        what = f"placeholders of model_type={hf_config.model_type!r} in verl's VeOmni engine"
+        raise ModelError(explain(what, required=required, found=found, fix="set strategy=fsdp2"))
+
+
+# ---- Megatron: check the built model, and describe it to the weight sync ----
+# ``MegatronEngine._build_megatron_module`` → ``get_per_tensor_param`` (Megatron-Bridge: whole BF16 tensors under Hugging Face
+# names, on every rank) → TransformerEngine's quantizer → the same sync as with FSDP.
+
+#: attributes of Megatron's TransformerConfig -> their required values after the model is built
+BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_last_layers_bf16": False}
+#: the name of a transformer block in a model or in a pipeline stage
+_BLOCK = re.compile(r"(^|\.)layers\.\d+$")
+
+
+@dataclass(kw_only=True)
+class MegatronSource(Source):
+    """A Megatron model with BF16 parameters and TransformerEngine layers.
+
+    Attributes:
+        tied: names tied to another tensor. Megatron-Bridge may send them or not; the rollout ties them itself.
+    """
+
+    tied: frozenset[str] = frozenset()
+
+    def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
+        """Like ``Source.stream``, but skip tied tensors. There are no modules that hold bytes, so ``quantize`` makes them."""
+        own = ((name, weight) for name, weight in weights if name not in self.tied)
+        return quantized_stream(
+            own, terms=self.terms, layers=self.layers, shapes=self.shapes, stats=stats, quantize=self.quantize
+        )
+
+    def quantize(self, layer: str, weight: Any) -> Any:
+        """Return the bytes and scales that TransformerEngine makes of this weight in every forward pass."""
+        from jetrl_patch.backends.transformer_engine import quantize_weight
+
+        return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
+
+
+def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``MegatronEngine._build_megatron_module``. Critics (value models) are not checked."""
+
+    def _build_megatron_module(self: Any) -> Any:
+        module, config = original(self), session.active_config()
+        if self.model_config.model_type == "language_model" and config.quantized_rollout:
+            RECORD.set(self, prepare_megatron(self, module, config))
+        return module
+
+    return _build_megatron_module
+
+
+def prepare_megatron(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
+    """Check that the built model computes in the run's format, and return what the weight sync sends.
+
+    Args:
+        chunks: this rank's parts of the model; one, unless the pipeline is interleaved.
+
+    Raises:
+        ModelError: the settings did not reach Megatron, TransformerEngine runs another recipe, a transformer block has
+            other linear layers, or a 128-row block spans two of the rollout's layers.
+    """
+    from jetrl_patch.backends.transformer_engine import check_recipe
+
+    hf_config = engine.model_config.hf_config
+    megatron.check_model(hf_config, int(engine.engine_config.tensor_model_parallel_size))
+    _check_built(engine.tf_config, config)
+    recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
+    check_recipe(recipe, config.scale_format, "Megatron's layers")
+    _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
+    source = announce(hf_config, config)
+    session.register_layers(source.layers)
+    session.register_backend("te")
+    return source
+
+
+def announce(hf_config: Any, config: Config) -> MegatronSource:
+    """Describe a sync from the model's Hugging Face configuration: its FP8 layers and the shapes of all tensors."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from verl.utils.model import convert_weight_keys
+
+    from jetrl_patch.fp8.convert import select_layers
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), attn_implementation="eager")
+    state = convert_weight_keys(model.state_dict(), model)
+    tied = frozenset({"lm_head.weight"} if getattr(hf_config, "tie_word_embeddings", False) else ())
+    return MegatronSource(
+        layers=select_layers(model),
+        modules={},
+        shapes={name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied},
+        terms=Terms.of(config, "te"),
+        tied=tied,
+    )
+
+
+def _check_layers(chunks: list[Any], hf_config: Any, staged: bool) -> None:
+    """Check the transformer blocks of this rank. A pipeline stage has only some; the sync checks that all of them arrive."""
+    from jetrl_patch.backends.transformer_engine import require_te_linears
+
+    blocks = [sum(bool(_BLOCK.search(name)) for name, _ in chunk.named_modules()) for chunk in chunks]
+    for chunk, held in zip(chunks, blocks, strict=True):
+        require_te_linears(chunk, megatron.PER_BLOCK * held)
+    every, found = int(hf_config.num_hidden_layers), sum(blocks)
+    if found > every or (found < every and not staged):
+        fix = "use the same config.json on all ranks"
+        raise ModelError(explain("Megatron's model", required=f"{every} transformer blocks", found=str(found), fix=fix))
+
+
+def _check_built(tf_config: Any, config: Config) -> None:
+    if not config.fp8_train or config.exact or config.backend != "te" or config.exclude:
+        required = "precision='fp8-unified', align='linear', backend='te', exclude=[]"
+        found = f"precision={config.precision!r}, align={config.resolved_align!r}, backend={config.backend!r}, "
+        found, fix = f"{found}exclude={list(config.exclude)}", "use these settings, or set strategy=fsdp2"
+        raise ModelError(explain("verl's Megatron engine", required=required, found=found, fix=fix))
+    have = {name: getattr(tf_config, name, None) or False for name in BUILT}
+    have = {name: getattr(value, "value", value) for name, value in have.items()}  # a value may be an enum member
+    if have != BUILT:
+        fix = "enable jetrl_patch in the driver, where it completes verl's configuration"
+        raise ModelError(explain("the TransformerConfig of Megatron's model", required=str(BUILT), found=str(have), fix=fix))

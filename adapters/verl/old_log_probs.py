@@ -1,9 +1,9 @@
-"""Old log-probs without a pass of the trainer: ``old_log_probs="rollout"``, and verl's bypass mode."""
+"""Old log-probs: verl's bypass mode, ``old_log_probs="rollout"``, and the old weights that asynchronous trainers restore."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -11,42 +11,39 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import state
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
+from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from jetrl_patch.measure.mismatch import Mismatch
 
-__all__ = [
-    "AUDIT", "LOSS", "bypass_figures", "get_policy_loss_fn", "hand_over", "instead_v0", "instead_v1", "measure",
-    "register_bypass", "take", "train_batch",
-]  # fmt: skip
 
-
-# ---- Measure the mismatch in verl's bypass mode, which runs no separate forward pass for the trainer's log-probs
-# In this mode ``old_log_probs`` are the rollout's, and the loss is the first place that sees both. The first mini-batch after
-# a weight sync is scored with the weights that sampled it. Sums over it reach the trainer loop in the report of the next sync,
-# which ends the same step.
+# ---- verl's bypass mode, which runs no separate forward pass for the trainer's log-probs: measure the mismatch ----
+# ``old_log_probs`` are the rollout's, and only the loss sees both sides. The first mini-batch after a weight sync runs with the
+# weights that sampled it, so its loss compares. The sums reach the trainer loop in the worker's report of the next sync, which
+# verl runs in the same step, before it logs.
 
 #: verl's name of the loss; also the key of the sums in a worker's report
 LOSS = "bypass_mode"
+#: why the loss is wrapped, and until when
+BYPASS_REASON = "in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch"
+BYPASS_REMOVE = (
+    "verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a step only"
+)
 
 
 def register_bypass(module: ModuleType, journal: Journal) -> None:
     """Wrap the bypass loss in ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
-    journal.set_item(
-        module.POLICY_LOSS_REGISTRY,
-        LOSS,
-        measured(module.POLICY_LOSS_REGISTRY[LOSS]),
-        target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{LOSS!r}]",
-        reason="in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch",
-        remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of "
-        "a step only",
-    )
+    registry, target = module.POLICY_LOSS_REGISTRY, f"{module.__name__}.POLICY_LOSS_REGISTRY[{LOSS!r}]"
+    wrapped = measured(registry[LOSS])
+    journal.set_item(registry, LOSS, wrapped, target=target, reason=BYPASS_REASON, remove_when=BYPASS_REMOVE)
 
 
 def measured(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap verl's loss: record the mismatch while the trainer still has the weights that sampled."""
+    """Wrap verl's loss: record the mismatch while the weights are those that sampled."""
 
     def compute_policy_loss_bypass_mode(
         old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, config: Any, **kwargs: Any
@@ -60,7 +57,7 @@ def measured(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -> tuple[Any, Any]:
-    """Sum the mismatch, and the effect of the correction (None if it has no name), over one micro-batch."""
+    """Return the sums of the mismatch over one micro-batch, and the effect of the correction (None if it has no name)."""
     from jetrl_patch.measure.mismatch import sums
 
     log_ratio = log_prob.detach() - rollout_log_prob
@@ -69,26 +66,26 @@ def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -
 
 
 def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TrainingWorker.train_batch``: losses stop comparing once the optimizer step has changed the weights."""
+    """Wrap ``TrainingWorker.train_batch``: after an optimizer step the losses no longer compare."""
 
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
         finally:
-            if WORKER.compared:  # not in a critic's batch
+            if WORKER.compared:  # false in a critic's batch
                 WORKER.measuring = WORKER.compared = False
 
     return train_batch
 
 
-def hand_over() -> list[tuple[Any, Any]]:
-    """At a weight sync, return what was measured since the last one, and measure the next mini-batch again."""
+def take_measured() -> list[tuple[Any, Any]]:
+    """At a weight sync, return what was measured since the last one, and let the losses compare again."""
     found, WORKER.measured, WORKER.measuring = WORKER.measured, [], True
     return found
 
 
 def bypass_figures(reports: Sequence[dict[str, Any]]) -> tuple[Any, dict[str, float]] | None:
-    """Merge the workers' reports into the mismatch and the correction's metrics; None if nothing was measured."""
+    """Merge the workers' reports to the mismatch and the correction's metrics; None if nothing was measured."""
     parts = [part for report in reports for part in report.get(LOSS, ())]
     if not parts:
         return None
@@ -99,21 +96,20 @@ def bypass_figures(reports: Sequence[dict[str, Any]]) -> tuple[Any, dict[str, fl
     return merge(Sums, [part for part, _ in parts]).figures(), metrics
 
 
-# ---- Take the rollout's log-probs for a step's old ones (``old_log_probs="rollout"``), in both trainers of verl
-# Both trainers fill ``old_log_probs`` in ``_compute_old_log_prob``, by a forward pass of the actor. In exact mode that pass
-# computes the bits that the rollout returned, so ``rollout_log_probs`` are copied and the pass is left out. Two places compare:
+# ---- ``old_log_probs="rollout"``: use the rollout's log-probs as the step's old ones, in both trainers of verl ----
+# Both trainers fill ``old_log_probs`` in ``_compute_old_log_prob``, with a forward pass of the actor. In exact mode that pass
+# computes the bits that the rollout returned, so the plugin copies ``rollout_log_probs`` and skips the pass. Two places compare:
 #
-# - in the worker, the policy loss of the first mini-batch after a sync, which runs with the weights that sampled. It has the
-#   trainer's log-probs before its backward pass. The sums reach the trainer loop in the report of the next sync;
-# - in the trainer loop, where a step has another number of updates than one: a share of the samples goes through the pass.
+# - In the worker, the policy loss of the first mini-batch after a sync. It runs with the weights that sampled, and has the
+#   trainer's log-probs before its backward pass. The sums reach the trainer loop as in bypass mode.
+# - In the trainer loop, if a step does not have exactly one update: a share of the samples goes through the pass.
 #
-# The pass runs as always for samples without log-probs or of other weights, and after a difference that did not stop the run.
-# verl's bypass mode has no pass; ``correction_bypass`` measures it.
+# The pass still runs for samples without log-probs or of other weights, and after a difference that did not stop the run.
 
 #: key of ``Audit.report`` in a worker's report
 AUDIT = "audit"
 
-#: what V0's loop logs of a pass: figures of the pass itself, and of a comparison that would be of a tensor with itself
+#: what V0's loop logs about the pass: its figures, and comparisons that would compare a tensor with itself
 _OF_THE_PASS = (
     "actor/entropy",
     "perf/mfu/actor_infer",
@@ -125,11 +121,8 @@ _OF_THE_PASS = (
 )
 
 
-# the worker
-
-
 def get_policy_loss_fn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_policy_loss_fn``, which ``ppo_loss`` calls for each micro-batch, so that its loss compares log-probs first."""
+    """Wrap ``get_policy_loss_fn``, which ``ppo_loss`` calls for each micro-batch: the loss first compares log-probs."""
 
     def get_policy_loss_fn(name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = original(name)
@@ -141,8 +134,8 @@ def get_policy_loss_fn(original: Callable[..., Any]) -> Callable[..., Any]:
 def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a policy loss of verl: compare ``log_prob`` with ``old_log_prob`` [B, T] while the weights are those that sampled.
 
-    Raises AuditError before the backward pass if a token differs; with ``on_mismatch="recompute"`` the micro-batch then takes
-    its own log-probs for the old ones. They are what the pass would give.
+    Raises AuditError before the backward pass if a token differs. With ``on_mismatch="recompute"`` the micro-batch instead uses
+    its own log-probs as the old ones, which is what the pass would return.
     """
 
     @functools.wraps(loss)
@@ -150,7 +143,7 @@ def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         own = log_prob.detach()
-        # where no token counts, the rollout has no log-prob; a ratio of one is finite there in every loss
+        # masked tokens have no rollout log-prob; with their own one the ratio is 1, which is finite in every loss
         old = torch.where(response_mask.bool(), old_log_prob, own)
         if WORKER.measuring:
             WORKER.compared = True
@@ -161,11 +154,8 @@ def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
     return policy_loss
 
 
-# the trainer loop
-
-
 def instead_v0(original: Callable[..., Any], trainer: Any, batch: Any) -> tuple[Any, float] | None:
-    """Return what ``RayPPOTrainer._compute_old_log_prob`` would, without its pass; None if the pass must run."""
+    """Return the result of ``RayPPOTrainer._compute_old_log_prob`` without its pass; None if the pass must run."""
     import torch
     from verl.protocol import DataProto
     from verl.utils import tensordict_utils as tu
@@ -182,16 +172,16 @@ def instead_v0(original: Callable[..., Any], trainer: Any, batch: Any) -> tuple[
         return None
     old = torch.where(mask.bool(), rollout, 0.0)
     _skipped(trainer, mask, _OF_THE_PASS)
-    # verl's loop takes a mean over the entropies; it must not find one
+    # verl's loop averages the entropies, which only the pass computes
     result = tu.get_tensordict({"old_log_probs": old, "entropys": torch.full_like(old, float("nan"))})
     return DataProto.from_tensordict(result), float("nan")
 
 
 def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
-    """Return what ``PPOTrainer._compute_old_log_prob`` would, without its pass; None if the pass must run.
+    """Return the result of ``PPOTrainer._compute_old_log_prob`` without its pass; None if the pass must run.
 
-    V1 keeps its batches in the TransferQueue, as rows of different lengths, and tags each with the steps of the weights that
-    sampled it. Samples can be older than the last sync there: those that a checkpoint brought back.
+    V1 keeps its batches in the TransferQueue, as rows of different lengths, and tags each row with the versions of the weights
+    that sampled it. Samples restored from a checkpoint can be older than the last sync.
     """
     import torch
     import transfer_queue
@@ -203,7 +193,7 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
 
     def recomputed(rows: list[int]) -> Any:
         keys = [batch.keys[row] for row in rows]
-        original(trainer, batch.select_keys(keys), {})  # drops the metrics, which are those of a sample
+        original(trainer, batch.select_keys(keys), {})  # drops the metrics: those of a few samples are not the step's
         found = fetch(keys, "old_log_probs").to_padded_tensor()["old_log_probs"]
         return torch.nn.functional.pad(found, (0, mask.shape[1] - found.shape[1]))
 
@@ -223,13 +213,13 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
 
 
 def _may_skip(rollout: Any) -> bool:
-    """Whether there are log-probs of the current weights to take. After this step there are none until the next sync."""
+    """Whether the rollout's log-probs belong to the current weights. After this step they do not, until the next sync."""
     fresh, DRIVER.fresh, DRIVER.audit = DRIVER.fresh, False, None
     return rollout is not None and fresh and not DRIVER.given_up
 
 
 def _agrees(trainer: Any, rollout: Any, mask: Any, recomputed: Callable[[list[int]], Any]) -> bool:
-    """Compare a share of the samples with the pass, where not every update of the step is the one that compares.
+    """Compare a share of the samples with the pass, unless the step has one update, whose loss compares all of them.
 
     Raises AuditError if a token differs and ``on_mismatch="stop"``.
     """
@@ -250,7 +240,7 @@ def _agrees(trainer: Any, rollout: Any, mask: Any, recomputed: Callable[[list[in
 
 
 def _updates(trainer: Any, count: int) -> int:
-    """The optimizer steps over a batch of ``count`` samples; none while the critic warms up."""
+    """Return the number of optimizer steps over a batch of ``count`` samples; 0 while the critic warms up."""
     config, actor = trainer.config, trainer.config.actor_rollout_ref.actor
     if config.trainer.critic_warmup > trainer.global_steps:
         return 0
@@ -258,7 +248,7 @@ def _updates(trainer: Any, count: int) -> int:
 
 
 def _multiple(trainer: Any) -> int:
-    """What the number of samples in a pass must be a multiple of: every rank gets as many, in whole micro-batches."""
+    """Return the divisor of the number of samples in a pass: all ranks get equally many, in whole micro-batches."""
     group, rollout = trainer.actor_rollout_wg, trainer.config.actor_rollout_ref.rollout
     if "actor" not in group._dispatch_info:  # as verl's loops do to balance a batch
         group._dispatch_info["actor"] = group._query_dispatch_info("actor")
@@ -267,7 +257,7 @@ def _multiple(trainer: Any) -> int:
 
 
 def _skipped(trainer: Any, mask: Any, unknown: tuple[str, ...]) -> None:
-    """Note that this step's old log-probs are the rollout's, so verl's correction finds ratios of one."""
+    """Record a step whose old log-probs are the rollout's: verl's correction sees ratios of 1."""
     import torch
 
     section = trainer.config.algorithm.get("rollout_correction", None)
@@ -277,18 +267,18 @@ def _skipped(trainer: Any, mask: Any, unknown: tuple[str, ...]) -> None:
 
 
 def _give_up() -> None:
-    """Let the pass run until the end of the run, and print it once: verl's TaskRunner shows no warnings."""
+    """Let the pass run until the end of the run. Print that once: verl's TaskRunner shows no warnings."""
     if not DRIVER.given_up:
         print("jetrl_patch: ERROR: rollout and trainer differ; the forward pass for old log-probs runs again", flush=True)
     DRIVER.given_up = True
 
 
 def take(reports: Sequence[dict[str, Any]]) -> tuple[Mismatch, dict[str, float], dict[str, float]] | None:
-    """Merge what workers and trainer loop compared since the last sync; begin the next step.
+    """Merge what workers and trainer loop have compared since the last sync, and begin the next step.
 
     Returns:
-        The mismatch, the correction's metrics and the audit's; None if the step's old log-probs are not the rollout's, or
-        nothing was compared.
+        The mismatch, the correction's metrics and the audit's metrics; None if the step's old log-probs are not the rollout's,
+        or nothing was compared.
     """
     DRIVER.fresh = True
     audit, DRIVER.audit = DRIVER.audit, None
@@ -299,3 +289,76 @@ def take(reports: Sequence[dict[str, Any]]) -> tuple[Mismatch, dict[str, float],
         _give_up()
     found = audited_metrics([audit.take(), *(part["sums"] for part in parts)])
     return None if found is None else (found[0], DRIVER.corrected, found[1])
+
+
+# ---- Weights of the last sync, which verl's asynchronous trainers restore for a moment to compute old log-probs ----
+# With several updates between two syncs (``parameter_sync_step``, ``trigger_parameter_sync_step``), old log-probs are those of
+# the weights that sampled. So the workers save these weights, and save the current ones while the old ones are restored:
+#
+#     save(0) · pass · update · save(1) · restore(0) · pass · restore(1) · update · save(2) · restore(0) · …
+#
+# For FSDP2 and VeOmni verl saves with ``.detach().cpu()``, which makes no copy of a tensor that is already on the CPU. With
+# ``param_offload``, ``restore(0)`` then overwrites what ``save(1)`` saved, so ``restore(1)`` leaves the old weights in place:
+# every update but the last before a sync is lost. With ``offload_policy``, and on a CPU, ``restore(0)`` restores nothing. A
+# comment in verl says that callers must load the parameters to the device first; verl's callers do not.
+
+def save_model_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DetachActorWorker.save_model_to_cpu``: save copies that share no memory with the parameters, and their digests."""
+
+    def save_model_to_cpu(self: Any, n: Any) -> None:
+        _wait_for_copies()
+        original(self, n)
+        saved = self.cpu_saved_models[n]
+        if isinstance(saved, tuple):  # FSDP2 and VeOmni
+            self.cpu_saved_models[n] = _own(saved[0], _local(self.actor.engine.module)), saved[1]
+        WORKER.saved[n] = _digests(self.actor.engine.module)
+
+    return save_model_to_cpu
+
+
+def restore_model_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DetachActorWorker.restore_model_from_cpu``: raise AuditError if the restored weights are not the saved ones."""
+
+    def restore_model_from_cpu(self: Any, n: Any) -> None:
+        _wait_for_copies()
+        original(self, n)
+        saved, found = WORKER.saved.get(n, {}), _digests(self.actor.engine.module)
+        differing = [name for name, digest in found.items() if saved.get(name) != digest]
+        if differing:
+            what = f"{differing[0]}, restored for or after verl's pass for old log-probs"
+            fix = "keep parameters on the GPU (param_offload=False, offload_policy=False)"
+            raise AuditError(explain(what, required="the bytes that were saved", found="others; updates would be lost", fix=fix))
+
+    return restore_model_from_cpu
+
+
+def _own(saved: Mapping[str, tuple[Tensor, Any]], parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Any]]:
+    """Return saved shards with their specs. Copies those of parameters on the CPU, which verl has not copied."""
+    return {
+        name: (shard.clone() if parameters[name].device.type == "cpu" else shard, spec)
+        for name, (shard, spec) in saved.items()
+    }
+
+
+def _local(module: Any) -> dict[str, Tensor]:
+    """Return this rank's shards of an FSDP module; none of Megatron's modules, of which verl makes real copies."""
+    from torch.distributed.tensor import DTensor
+
+    named = () if isinstance(module, list) else module.named_parameters()
+    return {name: (p._local_tensor if isinstance(p, DTensor) else p).detach() for name, p in named}
+
+
+def _digests(module: Any) -> dict[str, int]:
+    from jetrl_patch.fp8.gather import Fp8Shard
+    from jetrl_patch.sync.digest import read, start
+
+    local = _local(module)
+    started = [start(shard.plain if isinstance(shard, Fp8Shard) else shard) for shard in local.values()]
+    return dict(zip(local, (digest for digest, _ in read(started)), strict=True))
+
+
+def _wait_for_copies() -> None:
+    """Wait for copies that ``param_offload`` makes from the GPU: saving reads them on the host, restoring overwrites them."""
+    from verl.utils.device import get_torch_device
+
+    get_torch_device().synchronize()

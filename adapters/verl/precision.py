@@ -1,4 +1,4 @@
-"""``precision="fp16"``, ``kv_cache``, ``head_dtype`` and optimizer states in verl: check and complete the settings."""
+"""``precision="fp16"``, ``kv_cache``, ``head_dtype`` and ``optimizer_states`` in verl: check and complete the settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, REF, ROLLOUT, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.config.checks import CLASSES, MODULE, check_installed, check_options
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
@@ -16,17 +16,11 @@ from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 if TYPE_CHECKING:
     from jetrl_patch.sync.send import SyncStats
 
-__all__ = [
-    "build_fsdp_module", "check_model", "figures", "optimizer_problems", "optimizer_step", "optimizer_wanted", "problems",
-    "stream", "wanted",
-]  # fmt: skip
-
-
-# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in verl: check and complete the settings, and watch the loss scale
-# verl 0.9.1 itself trains in FP16 if FSDP's ``mixed_precision.param_dtype`` is fp16: with autocast, FP32 parameters, reduction
-# and buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip, as in Precision-RL. This module
-# makes actor, reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises on values that do not fit
-# FP16, and sends FP16 in the sync. ``logprob`` computes FP32 log-probs, which verl rounds to FP16.
+# ---- FP16, the KV cache and the head: check and complete the settings, and watch the loss scale ----
+# verl 0.9.1 can train in FP16: with FSDP's ``mixed_precision.param_dtype=fp16`` it uses autocast, FP32 parameters, reduction and
+# buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip, as in Precision-RL. The plugin makes
+# actor, reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises if a value does not fit FP16, and
+# sends FP16 in the sync. ``logprob.py`` computes FP32 log-probs; verl's own are rounded to FP16.
 
 FP16 = ("float16", "fp16", "half")
 
@@ -48,7 +42,7 @@ HEAD_RULES: tuple[Rule, ...] = (
     Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2, or leave head_dtype at 'auto'", "all"),
 )
 
-#: with ``head_dtype="float32"``, but not in exact mode, where ``fused`` computes with the same head
+#: with ``head_dtype="float32"``; in exact mode the plugin's fused forward computes with the same head (``logprob.py``)
 FUSED_RULES: tuple[Rule, ...] = (
     Rule(
         f"{MODEL}.use_fused_kernels", is_set, "logits from lm_head's forward, which fused kernels bypass",
@@ -62,15 +56,13 @@ DTYPES = (
     f"{ENGINE}.dtype", f"{ACTOR}.megatron.dtype",
 )  # fmt: skip
 
-Select = Callable[[str], Any]
-
 
 def _is_half(value: Any) -> bool:
     return str(value).removeprefix("torch.") in FP16
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting in verl's configuration that contradicts these three."""
+    """Yield an error for each setting of verl that contradicts ``precision``, ``head_dtype`` or ``kv_cache``."""
     if config.mode.scales_loss:
         yield from broken(RULES, select, config, named)
         dtype = select(f"{ENGINE}.dtype")
@@ -80,14 +72,8 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     elif config.mode.only_measures:
         found = [f"{path}={select(path)}" for path in DTYPES if _is_half(select(path))]
         if found:
-            yield ConfigError(
-                explain(
-                    "verl settings with precision='bf16'",
-                    required="BF16 on both sides",
-                    found=", ".join(found),
-                    fix="set precision='fp16' (JETRL_PRECISION=fp16), which uses FP16 on both sides",
-                )
-            )
+            what, fix = "verl settings with precision='bf16'", "set precision='fp16' (JETRL_PRECISION=fp16), FP16 on both sides"
+            yield ConfigError(explain(what, required="BF16 on both sides", found=", ".join(found), fix=fix))
     if config.fp32_head:
         yield from broken(HEAD_RULES + (() if config.exact else FUSED_RULES), select, config, named)
     if config.kv_cache == "fp8":
@@ -101,7 +87,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def wanted(config: Config) -> dict[str, Any]:
-    """Return the verl settings that FP16 needs: path -> value. The critic stays unchanged."""
+    """Return the verl settings that FP16 needs: path -> value. The critic's stay unchanged."""
     if not config.mode.scales_loss:
         return {}
     values: dict[str, Any] = {f"{ROLLOUT}.dtype": "float16"}
@@ -114,7 +100,7 @@ def wanted(config: Config) -> dict[str, Any]:
 
 
 def check_model(module: Any) -> None:
-    """Raise ModelError if the loaded weights do not fit FP16. Another rank checks weights that are meta tensors here."""
+    """Raise ModelError if the loaded weights do not fit FP16. Meta tensors are checked on the rank that has loaded them."""
     if not scales_loss():
         return
     from jetrl_patch.sync.send import check_fits
@@ -130,7 +116,7 @@ def stream(weights: Iterable[tuple[str, Any]], stats: SyncStats) -> Iterator[tup
 
 
 def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine._build_fsdp_module``, which creates the scaler: replace one that torch disables without CUDA.
+    """Wrap ``FSDPEngine._build_fsdp_module``, which creates the loss scaler: replace one that torch disables without CUDA.
 
     Raises ConflictError if a language model was built for another dtype.
     """
@@ -139,14 +125,9 @@ def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = original(self, module)
         if scales_loss() and self.model_config.model_type == "language_model":
             if str(self._autocast_dtype) != "torch.float16":
-                raise ConflictError(
-                    explain(
-                        "verl's FSDP engine with precision='fp16'",
-                        required="torch.float16",
-                        found=str(self._autocast_dtype),
-                        fix="remove fsdp_config.mixed_precision",
-                    )
-                )
+                what, found = "verl's FSDP engine with precision='fp16'", str(self._autocast_dtype)
+                fix = "remove fsdp_config.mixed_precision"
+                raise ConflictError(explain(what, required="torch.float16", found=found, fix=fix))
             self.scaler = None if self.engine_config.forward_only else scaling(self.scaler)
         return wrapped
 
@@ -168,10 +149,7 @@ def scaling(scaler: Any) -> Any:
 
 
 def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine.optimizer_step``: count skipped steps.
-
-    Raises PrecisionError (``LossScale.note``) once every step is skipped.
-    """
+    """Wrap ``FSDPEngine.optimizer_step``: count skipped steps. ``LossScale.note`` raises PrecisionError if all are skipped."""
 
     def optimizer_step(self: Any) -> Any:
         if not scales_loss() or self.model_config.model_type != "language_model":
@@ -193,20 +171,20 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def figures() -> dict[str, float]:
-    """Return the loss scale and the skipped steps for a worker's report; empty in other precisions."""
+    """Return the loss scale and the number of skipped steps, for a worker's report; empty in other precisions."""
     from jetrl_patch.adapters.verl.state import WORKER
 
     return WORKER.loss_scale.figures() if scales_loss() else {}
 
 
-# ---- Optimizer states in verl: its setting for the optimizer class names the plugin's class. FSDP only
+# ---- Optimizer states: verl's setting for the optimizer class names the plugin's class. FSDP only ----
 
 _CRITIC = "critic"
 _STRATEGIES = ("fsdp", "fsdp2")
 
 
-def optimizer_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting in verl's configuration that contradicts ``optimizer_states``."""
+def optimizer_problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting of verl that contradicts ``optimizer_states``."""
     states = config.optimizer_states
     if states == "fp32":
         return
@@ -217,25 +195,15 @@ def optimizer_problems(select: Callable[[str], Any], config: Config) -> Iterator
     for section in _sections(select):
         strategy = select(f"{section}.strategy")
         if strategy not in _STRATEGIES:
-            yield ConfigError(
-                explain(
-                    f"{named(section)}.strategy with optimizer_states={states!r}",
-                    required=" or ".join(_STRATEGIES),
-                    found=repr(strategy),
-                    fix="set it to fsdp2, or leave optimizer_states at 'fp32' (Megatron has its own exp_avg_dtype)",
-                )
-            )
+            what, required = f"{named(section)}.strategy with optimizer_states={states!r}", " or ".join(_STRATEGIES)
+            fix = "set it to fsdp2, or leave optimizer_states at 'fp32' (Megatron has its own exp_avg_dtype)"
+            yield ConfigError(explain(what, required=required, found=repr(strategy), fix=fix))
             continue
         chosen = (select(f"{section}.optim.optimizer_impl"), select(f"{section}.optim.optimizer"))
         if chosen not in ((None, None), ("torch.optim", "AdamW"), (MODULE, CLASSES[states])):
-            yield ConflictError(
-                explain(
-                    f"{named(section)}.optim with optimizer_states={states!r}",
-                    required="verl's default, torch.optim.AdamW",
-                    found=".".join(map(str, chosen)),
-                    fix="remove optimizer and optimizer_impl, or leave optimizer_states at 'fp32'",
-                )
-            )
+            what, required = f"{named(section)}.optim with optimizer_states={states!r}", "verl's default, torch.optim.AdamW"
+            fix = "remove optimizer and optimizer_impl, or leave optimizer_states at 'fp32'"
+            yield ConflictError(explain(what, required=required, found=".".join(map(str, chosen)), fix=fix))
         options = select(f"{section}.optim.override_optimizer_config")
         try:
             check_options(states, options or {}, named(f"{section}.optim.override_optimizer_config"))
@@ -243,8 +211,8 @@ def optimizer_problems(select: Callable[[str], Any], config: Config) -> Iterator
             yield error
 
 
-def optimizer_wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
-    """Return the settings that verl's configuration needs; none for FP32 states."""
+def optimizer_wanted(select: Select, config: Config) -> Mapping[str, Any]:
+    """Return the verl settings that the states need: path -> value; empty for FP32 states."""
     if config.optimizer_states == "fp32":
         return {}
     found = {}
@@ -254,7 +222,7 @@ def optimizer_wanted(select: Callable[[str], Any], config: Config) -> Mapping[st
     return found
 
 
-def _sections(select: Callable[[str], Any]) -> list[str]:
+def _sections(select: Select) -> list[str]:
     """Return the actor's section, and the critic's unless it is disabled."""
     critic = select(f"{_CRITIC}.optim") is not None and select(f"{_CRITIC}.enable") is not False
     return [ACTOR, _CRITIC] if critic else [ACTOR]

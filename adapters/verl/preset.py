@@ -1,11 +1,11 @@
 """Settings in verl's own configuration: ``+jetrl=unified`` on the command line, or a ``jetrl:`` section in YAML.
 
-Two mechanisms make this work without an environment variable:
+No environment variable is needed:
 
-- The presets are in hydra's ``ConfigStore`` (its mechanism for a library's configuration), stored when hydra is imported.
+- The presets are in Hydra's ``ConfigStore``, where a library registers its configuration. They are stored when Hydra is imported.
   Every preset has all fields of ``Config``; ``null`` keeps a field's default.
-- Wrappers see verl's composed configuration first (``watch_verl``). If it has a ``jetrl`` section, they patch the process
-  before Ray starts; otherwise they do nothing.
+- Wrappers see verl's composed configuration before verl uses it (``watch_verl``). If it has a ``jetrl`` section, they patch the
+  process before Ray starts; otherwise they do nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jetrl_patch.registry import Journal, Patch
 
 _UNIFIED = SETTINGS["precision"].default
 
-#: preset -> the settings it makes; the other precisions have presets of their own name, in hydra's spelling
+#: preset -> its settings; the other precisions have presets of their own name, with underscores
 PRESETS: dict[str, dict[str, str]] = {
     "unified": {"precision": _UNIFIED},
     **{align: {"precision": _UNIFIED, "align": align} for align in SETTINGS["align"].choices},
@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, str]] = {
 
 
 def store(_: ModuleType | None = None) -> None:
-    """Store the presets in hydra's ConfigStore, as group ``jetrl``."""
+    """Store the presets in Hydra's ConfigStore, as group ``jetrl``."""
     from hydra.core.config_store import ConfigStore
 
     every = {field.name: None for field in dataclasses.fields(Config)}
@@ -51,30 +51,19 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
     if asked is None:
         return None
     if environment.switched_off(environ):
-        raise ConflictError(
-            explain(
-                f"{environment.SWITCH}=0",
-                required=f"no {SECTION} section in verl's configuration",
-                found=f"{SECTION}={asked}",
-                fix=f"unset {environment.SWITCH}, or remove the section",
-            )
-        )
-    fields = {field: variable for variable, field in environment.FIELDS.items()}
-    for name, theirs in from_text(environment.read_fields(environ)).items():
-        if name in asked and asked[name] != theirs:
-            raise ConflictError(
-                explain(
-                    f"{SECTION}.{name} in verl's configuration",
-                    required=repr(asked[name]),
-                    found=f"{fields[name]}={theirs!r} in the environment",
-                    fix="set it in one place only",
-                )
-            )
+        what, required = f"{environment.SWITCH}=0", f"no {SECTION} section in verl's configuration"
+        fix = f"unset {environment.SWITCH}, or remove the section"
+        raise ConflictError(explain(what, required=required, found=f"{SECTION}={asked}", fix=fix))
+    variables = {field: variable for variable, field in environment.FIELDS.items()}
+    for name, value in from_text(environment.read_fields(environ)).items():
+        if name in asked and asked[name] != value:
+            what, found = f"{SECTION}.{name} in verl's configuration", f"{variables[name]}={value!r} in the environment"
+            raise ConflictError(explain(what, required=repr(asked[name]), found=found, fix="set it in one place only"))
     return Config.from_env(environ, **asked)
 
 
 def activate(verl_config: Any) -> None:
-    """Patch this process if verl's configuration asks for it. In a patched process ``settings.check`` compares the two."""
+    """Patch this process if verl's configuration asks for it. If it is patched already, ``settings.check`` compares the two."""
     if session.is_active():
         return
     wanted = config_of(verl_config)
@@ -91,7 +80,7 @@ def _first_look(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    # verl's main has already bound this function, so it never calls the replacement that enable() installs
+    # verl's main has already imported this function by name, so it never calls the replacement that enable() installs
     return _first_look(gated(settings.validate_config(original), original, session.is_active))
 
 
@@ -109,41 +98,20 @@ def _trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REMOVE = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
-_TRAINERS = (
-    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.__init__"),
-    ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.__init__"),
-)
+_UNSEEN = "verl does not pass its composed configuration to plugins, so a jetrl section would be ignored"
+_IMPORTED = "verl's main imports this function by name before enable() replaces it, so the driver's checks would not run"
+_UNPATCHED = "a run whose configuration has a jetrl section could go on unpatched"
 
 WATCHES: tuple[Patch, ...] = (
-    Patch(
-        module="verl.utils.device",
-        attr="auto_set_device",
-        make=_first_look,
-        reason="verl's plugins do not get its composed configuration, so a jetrl section would be ignored",
-        remove_when=_REMOVE,
-    ),
-    Patch(
-        module="verl.utils.config",
-        attr="validate_config",
-        make=_validate_config,
-        reason="verl's main imports this function by name before enable() replaces it, so the driver's checks would not run",
-        remove_when=_REMOVE,
-    ),
-    *(
-        Patch(
-            module=module,
-            attr=attr,
-            make=_trainer_init,
-            reason="a run whose configuration has a jetrl section could go on unpatched",
-            remove_when=_REMOVE,
-        )
-        for module, attr in _TRAINERS
-    ),
+    Patch("verl.utils.device", "auto_set_device", _first_look, reason=_UNSEEN, remove_when=_REMOVE),
+    Patch("verl.utils.config", "validate_config", _validate_config, reason=_IMPORTED, remove_when=_REMOVE),
+    Patch("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.__init__", _trainer_init, reason=_UNPATCHED, remove_when=_REMOVE),
+    Patch("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.__init__", _trainer_init, reason=_UNPATCHED, remove_when=_REMOVE),
 )
 
 
 def offer() -> None:
-    """Store the presets in hydra, now or when it is imported."""
+    """Store the presets in Hydra, now or when it is imported."""
     watch("hydra.core.config_store", store)
 
 

@@ -1,9 +1,9 @@
-"""``measure_routes`` and ``router_replay``: the experts that verl's rollout chose, compared with the trainer's and replayed.
+"""``measure_routes`` and ``router_replay``: compare the rollout's routes with the trainer's, or replay them.
 
-verl's R3 has vLLM return the experts of each token, as ``routed_experts`` of a sample
-(``rollout.enable_rollout_routing_replay``). They travel to the training workers whether or not an engine replays them; verl
-0.9.1's FSDP engine ignores them. Here each forward pass that runs with the weights that sampled is compared with them: the pass
-for old log-probs, or without it the first update. With ``router_replay`` each forward pass of the policy replays them.
+With verl's R3 (``rollout.enable_rollout_routing_replay``) vLLM returns the experts of each token, as ``routed_experts`` of a
+sample. They reach the training workers, but verl 0.9.1's FSDP engine ignores them. The plugin compares them in each forward pass
+that runs with the weights that sampled: the pass for old log-probs or, without it, the first update. With ``router_replay`` every
+forward pass of the policy uses them.
 """
 
 from __future__ import annotations
@@ -12,53 +12,56 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl.rollout_settings import beside
-from jetrl_patch.adapters.verl.state import WORKER
+from jetrl_patch.adapters.verl.rollout import route_setting
+from jetrl_patch.adapters.verl.state import RECORD, WORKER
 from jetrl_patch.errors import ModelError, explain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ROUTES", "attach", "forward_step", "metrics", "report"]
+    from jetrl_patch.measure.routes import Recorder, Replay
 
-#: key of what was compared in a worker's report: routes, how many differ, how many were computed with other experts
+#: key in a worker's report: how many routes were compared, how many differ, how many were computed with other experts
 ROUTES = "routes"
 
 _RECORDED = "routed_experts"
 
 
-def attach(engine: Any, module: Any) -> None:
-    """Let the policy's engine record the routes of its model, which is not wrapped yet. Raises ModelError for a dense model."""
+def observers(engine: Any, module: Any) -> tuple[Recorder | None, Replay | None]:
+    """Return what records and what replays the routes of the policy's model, which verl has not wrapped yet.
+
+    Raises ModelError for a dense model and, with ``router_replay``, for a model with one expert per token.
+    """
     config = session.active_config()
     if not config.returns_routes or engine.engine_config.forward_only:
-        return
+        return None, None
     from jetrl_patch.fp8.convert import expert_modules
-    from jetrl_patch.measure.routes import Recorder
+    from jetrl_patch.measure.routes import Recorder, Replay
 
     if not expert_modules(module):
-        required, found = "a mixture of experts that the plugin knows", f"model_type={module.config.model_type!r}"
-        raise ModelError(explain(beside(config), required=required, found=found, fix="ask for no routes"))
+        required, found = "a mixture of experts that the plugin supports", f"model_type={module.config.model_type!r}"
+        raise ModelError(explain(route_setting(config), required=required, found=found, fix="turn routes off"))
+    replay = None
     if config.router_replay != "none":
-        from jetrl_patch.measure.routes import Replay
-
         if module.config.get_text_config().num_experts_per_tok == 1:
-            required = "two experts per token or more, because verl fills what the rollout did not record with expert 0"
-            raise ModelError(explain(beside(config), required=required, found="one", fix="set router_replay='none'"))
-        engine._jetrl_replay = Replay(module)
-    engine._jetrl_routes = Recorder(module)
+            required = "two experts per token or more, because verl writes expert 0 where the rollout recorded none"
+            raise ModelError(explain(route_setting(config), required=required, found="one", fix="set router_replay='none'"))
+        replay = Replay(module)
+    return Recorder(module), replay
 
 
 def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngineWithLMHead.forward_step``: compare the routes of a micro-batch with those of its samples, or replay them.
+    """Wrap ``FSDPEngineWithLMHead.forward_step``: compare a micro-batch's routes with the rollout's, or replay those.
 
-    What is replayed stays so after the step: backward may compute the forward pass again. An update counts if its loss
-    compared log-probs as well: later ones have other weights than the rollout.
+    After a training step the replay stays on, because the backward pass may compute the forward pass again. An update is compared
+    only if its loss compared log-probs: later updates have other weights than the rollout.
     """
 
     def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        recorder, replay = getattr(self, "_jetrl_routes", None), getattr(self, "_jetrl_replay", None)
-        if recorder is None:
+        prepared = RECORD.get(self)
+        if prepared is None or prepared.recorder is None:
             return original(self, micro_batch, loss_function, forward_only)
+        recorder, replay = prepared.recorder, prepared.replay
         if micro_batch.get(_RECORDED, None) is None:
             if replay is not None:
                 required, fix = "the rollout's experts with every sample", "use an agent loop that returns routed_experts"
@@ -84,38 +87,38 @@ def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compare_routes(rollout: Tensor, chosen: Mapping[int, Tensor], rows: Tensor) -> Any:
-    """``measure.observe.compare``, loaded with torch."""
+    """Call ``measure.routes.compare``, whose module needs torch."""
     from jetrl_patch.measure.routes import compare
 
     return compare(rollout, chosen, rows)
 
 
 def recorded(input_ids: Any, routed_experts: Any, packed: bool) -> tuple[Tensor, Tensor]:
-    """Return the rollout's routes [T, layers, k] of a micro-batch, and where their tokens are among the trainer's [T].
+    """Return the rollout's routes [T, layers, k] of a micro-batch, and the index [T] of each token among the trainer's.
 
     Args:
         input_ids: jagged [B, length].
-        routed_experts: the rollout's, jagged [B, length, layers, k]. The rollout never computed with the last token, and in
-            turns of several not with what follows the last of them: these rows are zeros.
-        packed: whether the trainer's tokens come one after the other, else in rows that are padded on the right.
+        routed_experts: the rollout's routes, jagged [B, length, layers, k]. A row of zeros belongs to a token that the rollout
+            never fed to the model: the last one, and in a multi-turn sample those after the last generated turn.
+        packed: True if the trainer's tokens are packed in one row, False if each sample has a row padded on the right.
     """
     import torch
 
     offsets = input_ids.offsets()
     starts, lengths = offsets[:-1].tolist(), offsets.diff().tolist()
-    places = [start if packed else row * max(lengths) for row, start in enumerate(starts)]
-    own = torch.cat([place + torch.arange(length - 1) for place, length in zip(places, lengths, strict=True)])
+    firsts = [start if packed else row * max(lengths) for row, start in enumerate(starts)]
+    own = torch.cat([first + torch.arange(length - 1) for first, length in zip(firsts, lengths, strict=True)])
     theirs = torch.cat([start + torch.arange(length - 1) for start, length in zip(starts, lengths, strict=True)])
     rollout = routed_experts.values()[theirs.to(offsets.device)]
     own = own.to(offsets.device)
-    if rollout.shape[-1] > 1:  # the experts of a token are different ones
-        there = (rollout != 0).flatten(1).any(-1)
-        rollout, own = rollout[there], own[there]
+    if rollout.shape[-1] > 1:  # a recorded token has k different experts, so not only zeros
+        recorded_ones = (rollout != 0).flatten(1).any(-1)
+        rollout, own = rollout[recorded_ones], own[recorded_ones]
     return rollout, own
 
 
 def metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the step's metric from the workers' reports; empty if nothing was compared."""
+    """Return the step's metrics from the workers' reports; empty if nothing was compared."""
     parts = [report[ROUTES] for report in reports if ROUTES in report]
     compared, differ, other = (sum(part[i] for part in parts) for i in range(3))
     if not compared:
@@ -127,7 +130,7 @@ def metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def report() -> dict[str, tuple[int, int, int]]:
-    """At a weight sync, report what was compared since the last one, as in ``WORKER.routes``; empty if nothing was."""
+    """At a weight sync, report the sums of ``WORKER.routes`` since the last one; empty if nothing was compared."""
     found, WORKER.routes = WORKER.routes, []
     if not found:
         return {}

@@ -1,13 +1,191 @@
-"""This adapter's ``Trainer`` (jetrl_patch/registry.py) and ``Merger``."""
+"""What the core asks of verl (``Trainer`` and ``Merger`` of ``jetrl_patch/registry.py``): settings, model, a launch's needs.
 
+``jetrl doctor`` composes verl's configuration as verl's main does, and learns what the launch takes from its machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jetrl_patch.adapters.verl import checkpoint, preset, veomni
 from jetrl_patch.adapters.verl.checkpoint import merge
-from jetrl_patch.adapters.verl.doctor import layout, model_path, needs, needs_flash_attn, read
 from jetrl_patch.adapters.verl.model import prepare
 from jetrl_patch.adapters.verl.preset import config_of as asked_for
+from jetrl_patch.adapters.verl.rollout import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.settings import TRAINERS as programs
 from jetrl_patch.adapters.verl.settings import chosen, complete, problems, program_problem
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, selector
+from jetrl_patch.config import Config
+from jetrl_patch.config.arguments import PROGRAMS
+from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.patching.guards import file_of
+from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
 
 __all__ = [
     "asked_for", "chosen", "complete", "layout", "merge", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
     "program_problem", "programs", "read",
 ]  # fmt: skip
+
+_RAY = "ray_kwargs.ray_init"
+_REWARD = "reward.reward_model"
+
+
+def needs(verl_config: Any) -> Needs:
+    """Return what a launch with this configuration takes from its machine: GPUs, models, data, code, an interpreter."""
+    select = selector(verl_config)
+    code = ("reward.custom_reward_function.path", "data.custom_cls.path")
+    return Needs(
+        pools=tuple(_pools(select)),
+        num_gpus=(f"{_RAY}.num_gpus", select(f"{_RAY}.num_gpus")),
+        cluster=_place(select, f"{_RAY}.address"),
+        models=tuple(_models(select)),
+        tokenizer=_place(select, f"{MODEL}.tokenizer_path" if select(f"{MODEL}.tokenizer_path") else f"{MODEL}.path"),
+        data=tuple(_data(select)),
+        files=tuple(_place(select, setting) for setting in code if select(setting)),
+        own_data=bool(select("data.custom_cls.path")),
+        interpreter=_place(select, f"{_RAY}.runtime_env.py_executable"),
+        resumes=checkpoint.resumed(select),
+    )
+
+
+def layout(verl_config: Any, config: Config) -> Layout:
+    """Return where verl keeps the policy: FSDP's FP32 masters, gradients and moments by rank. Other engines are unknown."""
+    select = selector(verl_config)
+    rollout: dict[str, Any] = {
+        "tensor_parallel": tensor_parallel(select),
+        "expert_parallel": expert_parallel(select, config),
+        "utilization": select(f"{ROLLOUT}.gpu_memory_utilization"),
+    }
+    strategy, fsdp = select(f"{ACTOR}.strategy"), f"{ACTOR}.fsdp_config"
+    if strategy not in ("fsdp", "fsdp2"):
+        return Layout(trainer=f"how {strategy} splits the model is not read", **rollout)
+    ranks = max(1, int(select("trainer.n_gpus_per_node") or 1) * int(select("trainer.nnodes") or 1))
+    group = int(select(f"{fsdp}.fsdp_size") or -1)
+    ranks = group if 0 < group < ranks else ranks
+    each = 2.0 if "16" in str(select(f"{fsdp}.model_dtype")) else 4.0
+    everything = bool(select(f"{fsdp}.offload_policy"))
+    weights = everything or bool(select(f"{fsdp}.param_offload"))
+    moments = everything or bool(select(f"{fsdp}.optimizer_offload"))
+    return Layout(
+        trainer=f"{strategy} over {ranks} ranks",
+        weights=Shard(each, ranks),
+        gradients=Shard(each, ranks),
+        optimizer=Shard(0.0, ranks),
+        reshards=select(f"{fsdp}.reshard_after_forward") is not False,
+        offloaded=("weights", "gradients") * weights + ("optimizer",) * moments,
+        **rollout,
+    )
+
+
+def _place(select: Select, setting: str) -> Place:
+    return Place(setting, str(select(setting) or ""))
+
+
+def _pools(select: Select) -> Iterator[Pool]:
+    """verl gives each of these a resource pool of its own."""
+    owners = ["trainer"]
+    if select(f"{_REWARD}.enable_resource_pool"):
+        owners.append(_REWARD)
+    if select("distillation.enabled"):
+        owners.append("distillation")
+    if select("trainer.use_v1") and select("trainer.v1.trainer_mode") == "separate_async":
+        owners.append(ROLLOUT)
+    if select("rollout"):  # the asynchronous programs' own section
+        owners.append("rollout")
+    for owner in owners:
+        setting = f"{owner}.n_gpus_per_node"
+        yield Pool(setting, int(select(setting) or 0), int(select(f"{owner}.nnodes") or 0))
+
+
+def _models(select: Select) -> Iterator[Place]:
+    critic = select("critic.enable")
+    if critic or (critic is None and select("algorithm.adv_estimator") == "gae"):
+        yield _place(select, "critic.model.path")
+    if select(f"{_REWARD}.enable"):
+        yield _place(select, f"{_REWARD}.model_path")
+
+
+def _data(select: Select) -> Iterator[Place]:
+    from omegaconf import ListConfig
+
+    for setting in ("data.train_files", "data.val_files"):
+        value = select(setting)
+        for path in value if isinstance(value, ListConfig) else [value]:
+            yield Place(setting, str(path or ""))
+
+
+def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:
+    """Return the configuration of ``python -m TARGET ARGUMENTS``. Hydra's own options count too.
+
+    Raises ConfigError with Hydra's message.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    trainer, program = (file_of("verl", *name.split(".")[1:-1]) for name in (PROGRAMS["verl"], target))
+    if trainer is None or program is None:
+        required = f"the program {target}"
+        raise ConfigError(explain("verl in this environment", required=required, found="none", fix="install verl 0.9"))
+    preset.store()
+    try:
+        options = get_args_parser().parse_args(list(arguments))
+    except SystemExit:
+        raise ConfigError(f"Hydra cannot parse {' '.join(arguments)!r}. See --hydra-help.") from None
+    overrides = list(options.overrides)
+    # the asynchronous programs extend the main program's configuration; verl's scripts find it from verl's checkout
+    places = [] if program == trainer else [str(trainer / "config")]
+    if options.config_dir is not None:
+        places.append(os.path.abspath(options.config_dir))
+    if places:
+        overrides.append(f"hydra.searchpath=[{','.join(f'file://{place}' for place in places)}]")
+    folder = str(program / (options.config_path or "config"))  # joining keeps an absolute path
+    GlobalHydra.instance().clear()
+    try:
+        with _no_plugins(), initialize_config_dir(folder, version_base=None):
+            return compose(options.config_name or programs[target], overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"Hydra cannot compose verl's configuration: {' '.join(str(error).split())}") from error
+
+
+def model_path(verl_config: Any) -> tuple[str, str]:
+    """Return the model's path and the setting that gives it."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.select(verl_config, f"{MODEL}.path", default="")), f"{MODEL}.path"
+
+
+def needs_flash_attn(verl_config: Any) -> str:
+    """Return the setting that needs flash-attn on a GPU; empty if none does."""
+    from omegaconf import OmegaConf
+
+    if OmegaConf.select(verl_config, f"{ACTOR}.strategy") == veomni.STRATEGY:
+        own = f"{ACTOR}.veomni.attn_implementation"
+        attention = OmegaConf.select(verl_config, own)
+        return f"{own}={attention}" if "flash" in str(attention) else ""
+    attention = OmegaConf.select(verl_config, f"{MODEL}.override_config.attn_implementation", default="flash_attention_2")
+    if "flash" in str(attention):
+        return f"{MODEL}.override_config.attn_implementation={attention}"
+    if OmegaConf.select(verl_config, f"{MODEL}.use_remove_padding", default=False):
+        return f"{MODEL}.use_remove_padding"
+    return ""
+
+
+@contextlib.contextmanager
+def _no_plugins() -> Iterator[None]:
+    """Disable verl's plugins: a search path ``pkg://verl…`` makes Hydra import verl, which would load jetrl_patch as a plugin."""
+    name = "VERL_USE_EXTERNAL_PLUGINS"
+    before = os.environ.get(name)
+    os.environ[name] = "none"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

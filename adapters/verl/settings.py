@@ -1,4 +1,4 @@
-"""Check and complete verl's configuration before anything starts, so that the user need not edit it."""
+"""Check and complete verl's configuration before anything starts, so that the user need not edit it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,21 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.verl import (
-    asynchronous,
-    checkpoint,
-    logprob,
-    lora,
-    megatron,
-    precision,
-    reward_engines,
-    rollout_settings,
-    ulysses,
-    veomni,
-    vision,
-)
+from jetrl_patch.adapters.verl import checkpoint, logprob, lora, megatron, precision, rollout, ulysses, veomni, vision
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
-from jetrl_patch.adapters.verl.precision import optimizer_problems
-from jetrl_patch.adapters.verl.precision import optimizer_wanted as optimizer_settings
-from jetrl_patch.adapters.verl.rollout_settings import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.yaml_settings import (
     ACTOR,
     ENGINE,
     MODEL,
     REF,
     ROLLOUT,
+    Select,
     disagreement,
     model_folder,
     named,
+    selector,
+    update,
 )
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.arguments import PROGRAMS
@@ -46,12 +34,12 @@ from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
 
-__all__ = ["TRAINERS", "model_problems", "own_program", "program_problem"]
+logger = logging.getLogger(__name__)
 
 
-# ---- Which of verl's programs the plugin supports ------------------------------------------------
+# ---- Which of verl's programs the plugin supports ----
 
-#: the programs that train with the plugin -> the default name of their configuration, in a folder ``config`` beside them
+#: the programs that train with the plugin -> the default name of their configuration, in the folder ``config`` next to them
 TRAINERS = {
     PROGRAMS["verl"]: "ppo_trainer",
     "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
@@ -59,38 +47,34 @@ TRAINERS = {
 }
 #: packages whose programs train or generate
 _PROGRAMS = ("verl.trainer", "verl.experimental")
-#: of these, the ones that run with the plugin; the evaluation loads no model
+#: those that run with the plugin; the evaluation loads no model
 _SUPPORTED = (*TRAINERS, "verl.trainer.main_eval")
 
 
 def program_problem(target: str) -> JetrlError | None:
-    """Return the error for a program of verl that the plugin does not support, whatever the precision.
+    """Return the error for a program of verl that the plugin does not support in any precision.
 
     Args:
-        target: dotted name of a module, or path of a script; a program that is not verl's is never refused.
+        target: dotted name of a module, or path of a script. Programs that are not verl's are never refused.
     """
     module = _module(target)
     if module in _SUPPORTED or not module.startswith(tuple(f"{package}." for package in _PROGRAMS)):
         return None
-    return ConfigError(
-        explain(
-            f"jetrl_patch in {module}",
-            required=f"{PROGRAMS['verl']} or an asynchronous trainer, whose weight syncs and log-probs the plugin follows",
-            found="another program of verl (supervised, or generating alone)",
-            fix=f"use {PROGRAMS['verl']}, or start this program without jetrl_patch",
-        )
-    )
+    required = f"{PROGRAMS['verl']} or an asynchronous trainer (the plugin needs a policy and a rollout)"
+    found = "another program of verl (supervised training, or generation alone)"
+    fix = f"use {PROGRAMS['verl']}, or start this program without jetrl_patch"
+    return ConfigError(explain(f"jetrl_patch in {module}", required=required, found=found, fix=fix))
 
 
 def own_program() -> str:
-    """Return the dotted name or the path of the program that this process runs; empty if there is none."""
+    """Return the dotted name or path of the program that this process runs; empty if there is none."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     return str(spec.name) if spec is not None else str(getattr(main, "__file__", None) or "")
 
 
 def _module(target: str) -> str:
-    """The dotted name of a script inside verl's package (``…/verl/trainer/x.py``); other targets stay what they are."""
+    """Return the dotted name of a script in verl's package (``…/verl/trainer/x.py``). Other targets are returned unchanged."""
     if not target.endswith(".py") and os.sep not in target:
         return target.removesuffix(".__main__")
     parts = PurePath(target).with_suffix("").parts
@@ -98,7 +82,7 @@ def _module(target: str) -> str:
     return target if at is None else ".".join(parts[at:])
 
 
-# ---- verl's settings that change the trainer's copy of a model's configuration; the rollout reads config.json alone
+# ---- Settings that change the trainer's copy of the model's configuration; the rollout reads only config.json ----
 
 _OVERRIDE = f"{MODEL}.override_config"
 
@@ -106,23 +90,19 @@ _OVERRIDE = f"{MODEL}.override_config"
 _HARMLESS: dict[str, Callable[[Any], bool]] = {
     # exact mode has its own attention
     "attn_implementation": lambda value: True,
-    # an upper bound that verl compares with the engine's; the rotary embeddings of exact mode do not depend on it
+    # an upper bound that verl compares with the engine's; exact mode's rotary embeddings do not depend on it
     "max_position_embeddings": lambda value: True,
     # no dropout, as in the rollout
     **dict.fromkeys((*DROPOUTS, "embd_pdrop", "resid_pdrop", "hidden_dropout"), lambda value: not value),
-    # tokens, which the engine gets from the tokenizer and generation_config.json
+    # the engine takes these tokens from the tokenizer and generation_config.json
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), lambda value: True),
     # the trainer never decodes
     "use_cache": lambda value: True,
 }
 
 
-def model_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting by which the trainer would compute another model than the rollout.
-
-    Args:
-        select: returns verl's setting at a dotted path, None where it is missing.
-    """
+def model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting that would make the trainer compute a different model than the rollout."""
     other, path = select(f"{MODEL}.hf_config_path"), select(f"{MODEL}.path")
     if config.quantized_rollout and other not in (None, path):
         what = f"{named(f'{MODEL}.hf_config_path')} with a quantized rollout"
@@ -138,8 +118,8 @@ def model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Jet
             yield ConfigError(explain(what, required=required, found=repr(value), fix="remove it and change config.json"))
 
 
-def _overrides(select: Callable[[str], Any]) -> Mapping[str, Any]:
-    """The keys that verl writes into the trainer's configuration: one section for Megatron, else all."""
+def _overrides(select: Select) -> Mapping[str, Any]:
+    """Return the keys that verl writes into the trainer's configuration: those of one section with Megatron, else all."""
     found = select(_OVERRIDE)
     if not found:
         return {}
@@ -147,10 +127,7 @@ def _overrides(select: Callable[[str], Any]) -> Mapping[str, Any]:
     return dict(inner or {})
 
 
-# ---- Check and complete verl's configuration before anything starts, so that the user need not edit it
-
-logger = logging.getLogger(__name__)
-
+# ---- Check and complete ----
 
 def _dtype_other_than_bf16(value: Any) -> bool:
     return str(value).removeprefix("torch.") not in ("bf16", "bfloat16")
@@ -161,11 +138,11 @@ _PROCESSED = "processed_logprobs"
 _FALSE = "set it to false"
 _NSYS = "set it to nsys"
 _OURS = "no quantization but jetrl_patch's"
-_TP_ONLY = "a rollout with tensor parallelism alone"
+_TP_ONLY = "a rollout with tensor parallelism only"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2, megatron or veomni"
 _FRESH = "samples of this run, with the log-probs of its weights"
-_TRANSFERS = "naive or nccl, which send tensors as they are"
+_TRANSFERS = "naive or nccl, which send tensors unchanged"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
@@ -219,20 +196,20 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     contradiction = disagreement(verl_config, config)
     if contradiction is not None:
         yield contradiction
-    select = _selector(verl_config)
+    select = selector(verl_config)
     yield from broken(RULES, select, config, named)
-    yield from asynchronous.problems(select, config)
+    yield from rollout.async_problems(select, config)
     yield from model_problems(select, config)
-    yield from rollout_settings.rank_problems(select, config)
+    yield from rollout.rank_problems(select, config)
     yield from _engine_problems(select, config)
     yield from lora.gather_problems(select, config)
     yield from lora.problems(select, config)
-    yield from reward_engines.problems(select, config)
+    yield from rollout.engine_problems(select, config)
     yield from ulysses.problems(select)
-    yield from rollout_settings.problems(select, config)
-    if config.old_log_probs != "auto":  # which ``chosen`` settles
-        yield from rollout_settings.old_log_prob_problems(select, config)
-    yield from optimizer_problems(select, config)
+    yield from rollout.problems(select, config)
+    if config.old_log_probs != "auto":  # ``chosen`` resolves "auto"
+        yield from rollout.old_log_prob_problems(select, config)
+    yield from precision.optimizer_problems(select, config)
     yield from checkpoint.problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -243,19 +220,19 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from _model_problems(select, config)
 
 
-def _engine_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each argument of vLLM's engine that verl would hand on unseen."""
+def _engine_problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each unsupported argument that verl would pass to vLLM's engine unchecked."""
     given = {str(name): value for name, value in (select(ENGINE) or {}).items()}
-    given.pop("quantization", None)  # a rule above judges it, in more modes
-    tp = tensor_parallel(select)
+    given.pop("quantization", None)  # a rule above checks it, in more modes
+    tp = rollout.tensor_parallel(select)
     yield from registry.rollout().argument_problems(given, config, tp, lambda name: named(f"{ENGINE}.{name}"))
 
 
-def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Check the model family and how the rollout splits it against config.json, without loading weights."""
+def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Check the model's config.json: its family, and how the rollout splits it. Loads no weights."""
     path, _, tp, ep = _checkpoint(select, config)
     trust = bool(select(f"{MODEL}.trust_remote_code"))
-    if ep not in (1, tp):  # ``rollout_ranks.problems`` has said so
+    if ep not in (1, tp):  # ``rollout.rank_problems`` has reported it
         ep = 1
     found = list(checkpoint_problems(path, config, tp, ep, trust_remote_code=trust))
     yield from found
@@ -276,58 +253,58 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
             yield from raised(lambda: megatron.check_model(hf_config, size))  # noqa: B023
 
 
-def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int, int]:
+def _checkpoint(select: Select, config: Config) -> tuple[Any, Config, int, int]:
     """Return the model's folder, the settings, and the rollout's tensor-parallel and expert-parallel sizes."""
-    return model_folder(select), config, tensor_parallel(select), expert_parallel(select, config)
+    return model_folder(select), config, rollout.tensor_parallel(select), rollout.expert_parallel(select, config)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
     """Set what the mode needs in verl's configuration; return a description of each change."""
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
     if config.exact or config.guard_sqnr is not None:
-        # a compiled graph fuses ops and rounds differently, and it would keep running layers that have left FP8
+        # a compiled graph fuses ops and so rounds differently, and it would keep layers in FP8 that the guard moved to BF16
         wanted[f"{ROLLOUT}.enforce_eager"] = not config.decode_graphs
     if config.exact:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
-    select = _selector(verl_config)
-    wanted |= rollout_settings.wanted_ranks(select, config)
-    wanted |= rollout_settings.wanted(config)
+    select = selector(verl_config)
+    wanted |= rollout.wanted_ranks(select, config)
+    wanted |= rollout.wanted(config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
     wanted |= logprob.wanted(select, config)
     wanted |= lora.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
-    wanted |= optimizer_settings(select, config)
-    wanted |= reward_engines.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
+    wanted |= precision.optimizer_wanted(select, config)
+    wanted |= rollout.engine_dtypes(select, config)  # last: a teacher's dtype refers to the rollout's, which is set above
     changes = [*logprob.notes(select, config), *cut_note(*_checkpoint(select, config))]
-    why = {rollout_settings.EXPERTS: f": {rollout_settings.reason(select)}"}
+    why = {rollout.EXPERTS: f": {rollout.reason(select)}"}
     for path, value in wanted.items():
         found = select(path)
         if found != value:
             changes.append(f"{path}={value!r}, which was {found!r}{why.get(path, '')}")
-            _update(verl_config, path, value)
+            update(verl_config, path, value)
     return changes
 
 
 def prepare(verl_config: Any, config: Config) -> None:
     """Check the configuration, complete it, and log each change and how much of the model is FP8."""
     check(verl_config, config)
-    say_share(*_checkpoint(_selector(verl_config), config))
+    say_share(*_checkpoint(selector(verl_config), config))
     for change in complete(verl_config, config):
         logger.warning("jetrl_patch: %s", change)
 
 
 def chosen(verl_config: Any, asked: Config) -> Config:
-    """Return the plugin's settings with those that verl's settings decide, where the user left them open."""
-    select = _selector(verl_config)
-    return rollout_settings.chosen(select, megatron.chosen(select, asked))
+    """Return the plugin's settings, with what verl's settings decide filled in where the user left it open."""
+    select = selector(verl_config)
+    return rollout.chosen(select, megatron.chosen(select, asked))
 
 
 def adopt(verl_config: Any) -> None:
-    """Restart this process's session with the settings that verl's decide, before anything else starts.
+    """Restart this process's session with the settings that ``chosen`` returns, if they differ from the active ones.
 
-    Raises NotPatchedError if the driver has connected Ray already: its workers have the settings of before.
+    Raises NotPatchedError if the driver has already connected to Ray: its workers have the earlier settings.
     """
     asked = session.asked_config()
     wanted = chosen(verl_config, asked)
@@ -338,15 +315,15 @@ def adopt(verl_config: Any) -> None:
         try:
             session.enable(wanted)
         except NotPatchedError as error:
-            required, found = f"{words}, which verl's settings need", "workers of Ray that were started without"
+            required, found = f"{words}, which verl's settings need", "Ray workers that were started without it"
             raise NotPatchedError(explain("enable()", required=required, found=found, fix=f"call it with {words}")) from error
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
 def _settle(verl_config: Any) -> None:
-    """Check the configuration and complete it, with the settings that it decides, before anything starts.
+    """Adopt what verl's configuration decides, then check and complete it, before anything starts.
 
-    Raises NotPatchedError if Ray was connected by an ``init`` imported before ``enable()``, which could not replace that name.
+    Raises NotPatchedError if Ray was connected by an ``init`` that was imported by name before ``enable()``, and so not patched.
     """
     adopt(verl_config)
     registry.resolve("ray").check(session.active_config())
@@ -354,27 +331,14 @@ def _settle(verl_config: Any) -> None:
 
 
 def check_settled(verl_config: Any, config: Config) -> None:
-    """Raise ConfigError if the pass for old log-probs would be left out though verl's settings need it: nobody settled it."""
-    for problem in rollout_settings.old_log_prob_problems(_selector(verl_config), config):
+    """Raise ConfigError if verl's settings need the pass for old log-probs and it would be skipped: ``adopt`` has not run."""
+    for problem in rollout.old_log_prob_problems(selector(verl_config), config):
         raise problem
 
 
 def mark(verl_config: Any, config: Config) -> None:
-    """Store the plugin's settings in verl's configuration (``rollout.custom``), where each worker compares them with its own."""
-    _update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
-
-
-def _selector(verl_config: Any) -> Callable[[str], Any]:
-    """Return a function that reads a dotted path of verl's configuration, None where it is missing."""
-    from omegaconf import OmegaConf
-
-    return lambda path: OmegaConf.select(verl_config, path, default=None)
-
-
-def _update(verl_config: Any, path: str, value: Any) -> None:
-    from omegaconf import OmegaConf
-
-    OmegaConf.update(verl_config, path, value, force_add=True)
+    """Store the plugin's settings in verl's configuration (``rollout.custom``); each worker compares them with its own."""
+    update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
 
 
 def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,7 +352,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``main_ppo.run_ppo``, by which every program of verl starts Ray: the asynchronous ones check nothing before."""
+    """Wrap ``main_ppo.run_ppo``, in which every program of verl starts Ray: the asynchronous ones do not validate first."""
 
     def run_ppo(config: Any, *args: Any, **kwargs: Any) -> Any:
         _settle(config)
@@ -398,17 +362,17 @@ def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate_pools(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``SeparateRayPPOTrainer._init_resource_pools``: what ``trainer_init`` does, before there are workers."""
+    """Wrap ``SeparateRayPPOTrainer._init_resource_pools``: do what ``trainer_init`` does, before workers start."""
 
     def _init_resource_pools(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _take_over(self.config)
+        _check_again(self.config)
         return original(self, *args, **kwargs)
 
     return _init_resource_pools
 
 
-def _take_over(verl_config: Any) -> None:
-    """Repeat the driver's check where the trainer loop runs, and leave the mark for its workers."""
+def _check_again(verl_config: Any) -> None:
+    """Repeat the driver's checks in the process of the trainer loop, and pass the settings on to its workers."""
     config = session.active_config()
     prepare(verl_config, config)
     check_settled(verl_config, config)
@@ -416,10 +380,10 @@ def _take_over(verl_config: Any) -> None:
 
 
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the trainers' ``__init__``: repeat the check where the trainer loop runs and leave the mark for its workers."""
+    """Wrap the trainers' ``__init__`` with ``_check_again``."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        _take_over(config)
+        _check_again(config)
         original(self, config, *args, **kwargs)
 
     return __init__

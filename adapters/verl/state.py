@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.patching.attached import Attached
 from jetrl_patch.sync.delta import Sent
 from jetrl_patch.sync.send import SyncStats
 from jetrl_patch.trainer import source
@@ -16,10 +17,10 @@ from jetrl_patch.trainer.source import Source
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["are_current", "are_of_one", "of_batch", "of_tags"]
+    from jetrl_patch.measure.routes import Recorder, Replay
 
 
-# ---- State that the patches of one process share -------------------------------------------------
+# ---- State of an engine, of a training worker and of the trainer loop ----
 
 @dataclass(kw_only=True)
 class Prepared(Source):
@@ -28,12 +29,20 @@ class Prepared(Source):
     Attributes:
         vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
         banned: tokens of the tokenizer that verl's rollout never samples.
-        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
+        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or if vLLM serves the adapters.
+        recorder: records the routes of the policy's model; None if the settings need no routes.
+        replay: with ``router_replay``, makes the policy's model use the rollout's routes.
     """
 
     vocabulary: int | None = None
     banned: list[int] = field(default_factory=list)
     adapters: dict[str, float] | None = None
+    recorder: Recorder | None = None
+    replay: Replay | None = None
+
+
+#: the record of an engine's model: a ``Prepared``, with Megatron a ``model.MegatronSource``; None for critics
+RECORD: Attached[Any] = Attached("_jetrl", "verl's engine builds its model in one call and sends its weights in another")
 
 
 @dataclass
@@ -41,19 +50,20 @@ class WorkerState(source.Worker):
     """State of a training worker.
 
     Attributes:
-        rollout_tp: tensor parallel size of the rollout. rollout_ep: its expert parallel size.
+        measuring: whether the weights are still those of the last sync, so that a loss can compare log-probs.
+        compared: whether a loss of the current mini-batch has compared log-probs.
+        measured: in verl's bypass mode, the loss's sums since the last sync, one per micro-batch.
+        routes: per forward pass since the last sync, how many routes were compared, how many differ from the rollout's, and how
+            many were computed with other experts than the rollout's.
+        audit: with ``old_log_probs="rollout"``, what the losses compared.
+        rollout_tp: tensor-parallel size of the rollout. rollout_ep: its expert-parallel size.
         stats: of the current or last weight sync.
-        separate: whether that sync goes over a checkpoint engine, to a rollout with devices of its own.
-        broken: what broke the stream of such a sync.
-        base: what the last sync sent, if this one may send changes only.
-        held: what the engines reported as theirs before a sync over a checkpoint engine.
-        saved: digests of the weights that verl has saved to restore them later, by its key and by parameter (``old_weights``).
-        measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
-        compared: whether a loss of the current mini-batch did.
-        measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
-        routes: with ``measure_routes``, what was compared since the last sync: routes, how many differ, and how many were
-            computed with other experts than the rollout's.
-        audit: with ``old_log_probs="rollout"``, what the losses compared (``old_log_probs``).
+        separate: whether that sync goes over a checkpoint engine, to a rollout on its own devices.
+        broken: the error that broke the stream of such a sync.
+        base: what the last sync sent, if this one may send only changes.
+        held: the weights that the engines reported before a sync over a checkpoint engine.
+        saved: digests of the weights that verl has saved to restore later, by verl's key and by parameter.
+        synced: step of the last sync to a colocated engine, and how often that step had been synced before.
     """
 
     measuring: bool = False
@@ -69,21 +79,22 @@ class WorkerState(source.Worker):
     base: Sent | None = None
     held: str = ""
     saved: dict[Any, dict[str, int]] = field(default_factory=dict)
+    synced: tuple[Any, int] = ("", 0)
 
 
 @dataclass(kw_only=True)
 class DriverState(source.Driver):
-    """State of the trainer loop, with what ``old_log_probs="rollout"`` needs (``old_log_probs``).
+    """State of the trainer loop.
 
     Attributes:
-        version: training steps of the weights of the last sync, by which verl tags samples; None before the first.
-        compared: log-probs of the samples since the last log line.
-        current: where the losses compare them instead, of each batch which samples are of that version, and their tokens.
+        version: number of training steps of the last sync's weights; verl tags samples with it. None before the first sync.
+        compared: the comparisons since the last log line.
+        current: if the losses compare instead: for each batch, which samples are of ``version``, and their numbers of tokens.
         fresh: whether the policy has not been updated since the last sync.
         given_up: whether a token differed, so that the pass runs until the end of the run.
-        audit: comparisons of the samples that went through the pass; None if this step's old log-probs are the pass's.
+        audit: comparisons of the samples that went through the pass; None if the pass made this step's old log-probs.
         corrected: metrics of the correction that verl applied to the step.
-        unknown: keys of verl's log whose values a step without the pass does not have.
+        unknown: keys of verl's log that have no value in a step without the pass.
     """
 
     version: int | None = None
@@ -101,7 +112,7 @@ DRIVER = DriverState()
 
 
 def report_key(rank: int) -> str:
-    """The key under which a training worker reports a sync. verl merges the dictionaries of all ranks."""
+    """Return the key under which a training worker reports a sync. verl merges the dictionaries of all ranks."""
     return f"{MARK}.{rank}"
 
 
@@ -110,15 +121,15 @@ def reset() -> None:
     source.reset(WORKER, DRIVER)
 
 
-# ---- Which weights made a sample: verl tags each with the training steps of the last weight sync at its first and last token
-# In an asynchronous run a sample may be older than the trainer's weights, or a partial rollout that spans a sync.
+# ---- Which weights made a sample: verl tags each sample with the version of the weights at its first and last token ----
+# In an asynchronous run a sample may be older than the trainer's weights, or span a sync (a partial rollout).
 
 _NAMES = ("min_global_steps", "max_global_steps")
 _Versions = list[tuple[Any, Any]]
 
 
 def are_of_one(verl_config: Any) -> bool:
-    """Whether the trainer is synchronous, so that the weights of the last sync made all samples, also those without versions."""
+    """Whether the trainer is synchronous: then the last sync's weights made all samples, also those without versions."""
     from omegaconf import OmegaConf
 
     mode = OmegaConf.select(verl_config, "trainer.v1.trainer_mode", default="sync")
@@ -126,7 +137,7 @@ def are_of_one(verl_config: Any) -> bool:
 
 
 def of_batch(batch: Any) -> _Versions:
-    """Return first and last version of each sample of a ``DataProto`` (V0); None where an agent loop records none."""
+    """Return first and last version of each sample of a ``DataProto`` (V0); None if an agent loop records none."""
     columns = [batch.non_tensor_batch.get(name) for name in _NAMES]
     missing = [None] * len(batch.batch["response_mask"])
     first, last = (missing if column is None else column for column in columns)
@@ -134,7 +145,7 @@ def of_batch(batch: Any) -> _Versions:
 
 
 def of_tags(tags: Iterable[Mapping[str, Any]]) -> _Versions:
-    """The same for the tags of the TransferQueue (V1). Copies that fill a batch up count with any version."""
+    """Return first and last version from tags of the TransferQueue (V1). Copies that pad the batch count as current."""
     return [
         (DRIVER.version, DRIVER.version) if tag.get("is_padding", False) else (tag.get(_NAMES[0]), tag.get(_NAMES[1]))
         for tag in tags
@@ -142,7 +153,7 @@ def of_tags(tags: Iterable[Mapping[str, Any]]) -> _Versions:
 
 
 def are_current(made: _Versions, unknown: bool) -> Tensor:
-    """Bool [B]: True for samples that the weights of the last sync made alone.
+    """Return a bool [B]: True for samples made only by the weights of the last sync.
 
     Args:
         made: first and last version of each of the B samples.

@@ -1,4 +1,4 @@
-"""The trainer's side of the weight sync in verl: what is sent, by whom, and what is reported."""
+"""The trainer's side of the weight sync in verl: what each rank sends, and what it reports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import old_log_probs, precision, reward_engines, routes
-from jetrl_patch.adapters.verl.old_log_probs import LOSS, hand_over
-from jetrl_patch.adapters.verl.state import WORKER, report_key
-from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
+from jetrl_patch.adapters.verl import old_log_probs, precision, routes
+from jetrl_patch.adapters.verl.state import RECORD, WORKER, report_key
+from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, own, sync_id, watched_sender
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
 from jetrl_patch.sync.delta import held_by
@@ -22,11 +21,8 @@ from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import MARK
 from jetrl_patch.trainer.source import Source, begin_sync
 
-__all__ = ["announce", "attach", "collective_rpc", "greeted", "prepare"]
-
-
-# ---- What the engines hold, before a delta sync (``sync="delta"``): from it the trainer decides what to send
-# A colocated engine says it in its first reply (``transport``). A checkpoint engine has no way back to the trainer, so the
+# ---- Before a delta sync (``sync="delta"``): which weights the engines hold, which decides what the trainer sends ----
+# A colocated engine says so in its first reply (``transport.py``). A checkpoint engine has no channel back to the trainer, so the
 # trainer loop asks the engines and tells the training workers.
 
 _OFFER = "jetrl_offer"
@@ -34,7 +30,7 @@ _REPORT = "jetrl_report"
 
 
 async def announce(manager: Any, config: Config) -> None:
-    """Ask the engines of a ``CheckpointEngineManager`` and tell its training workers, before a sync that is not naive."""
+    """Ask the engines of a ``CheckpointEngineManager`` and tell its training workers, before a sync over a checkpoint engine."""
     import ray
 
     calls = [replica.servers[0].collective_rpc.remote(_REPORT, args=(False,)) for replica in manager.replicas]
@@ -50,7 +46,7 @@ async def announce(manager: Any, config: Config) -> None:
 
 
 def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``vLLMHttpServer.collective_rpc``: return what the engine's workers answer to ``announce``."""
+    """Wrap ``vLLMHttpServer.collective_rpc``: return the answers of the engine's workers to ``announce``."""
 
     async def collective_rpc(
         self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,7 +59,7 @@ def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attach(worker: Any) -> None:
-    """Let a training worker take what ``announce`` tells: verl calls methods of its checkpoint engine by name."""
+    """Let a training worker receive what ``announce`` sends: verl calls methods of its checkpoint engine by name."""
     engine = getattr(worker, "checkpoint_engine", None)
     if engine is not None:
         setattr(engine, _OFFER, _offered)
@@ -74,7 +70,7 @@ def _offered(held: str) -> None:
 
 
 def prepare(source: Source) -> None:
-    """Make a sync's base known before its stream is read. Over a checkpoint engine only the first rank sends, and needs one."""
+    """Set the base of a sync before its stream is read. Over a checkpoint engine only rank 0 sends, so only it needs one."""
     import torch.distributed as dist
 
     if source.base is not None and WORKER.separate:
@@ -86,14 +82,14 @@ def prepare(source: Source) -> None:
 
 
 def greeted(held: str) -> None:
-    """Take the reply of the colocated engine, before the stream is read."""
+    """Receive the reply of a colocated engine, before the stream is read."""
     if WORKER.base is not None and not WORKER.separate:
         WORKER.base.offer(held)
 
 
-# ---- The trainer's side of the weight sync in verl: what is sent, by whom, and what is reported --
+# ---- The sync ----
 # ``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
-# verl's own buckets → ``worker.py`` in the vLLM worker.
+# verl's own buckets → ``transport.update_weights_from_ipc`` in the vLLM worker.
 
 def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``ActorRolloutRefWorker.init_model``: require a patched trainer loop with the same settings."""
@@ -133,7 +129,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
             return until_broken(precision.stream(weights, stats)), peft
         if not session.active_config().quantized_rollout:
             return until_broken(counted(weights, stats)), peft
-        prepared = getattr(self, "_jetrl", None)
+        prepared = RECORD.get(self)
         if prepared is None:
             raise NotPatchedError(
                 "the trainer's model was built before this process was patched. "
@@ -152,7 +148,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def until_broken(weights: Iterable[Any]) -> Iterable[Any]:
-    """Over a checkpoint engine, end the stream early if it breaks (NaN in a weight, …); the error waits in ``WORKER.broken``.
+    """Over a checkpoint engine, end the stream early if it breaks (NaN in a weight, …), and keep the error in ``WORKER.broken``.
 
     The receivers, which read without a time limit, then find an incomplete sync and raise.
     """
@@ -183,7 +179,7 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if wire_format != "named_tensors":
             fix = "set checkpoint_engine.backend=naive"
             raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
-        config, sync = session.active_config(), reward_engines.sync_id(self, global_steps)
+        config, sync = session.active_config(), sync_id(WORKER, global_steps)
         call = await self._execute_method(
             "update_weights_from_ipc",
             non_block=True,
@@ -192,7 +188,7 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         peer = Peer(None if call is None else call.future(), config.sync_timeout)
         sender = watched_sender(
             peer,
-            zmq_handle=reward_engines.own(self.zmq_handle, sync),
+            zmq_handle=own(self.zmq_handle, sync),
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
         )
@@ -219,7 +215,7 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ActorRolloutRefWorker.update_weights``: report the worker and the cost of the sync."""
+    """Wrap ``ActorRolloutRefWorker.update_weights``: return a report of the sync and of the step that it ends."""
 
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
         start = time.perf_counter()
@@ -230,7 +226,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             raise WORKER.broken
         report = {
             **sync_report(WORKER.stats or SyncStats(), start),
-            LOSS: _measured(self.actor.engine),
+            old_log_probs.LOSS: _measured(self.actor.engine),
             old_log_probs.AUDIT: _audited(self.actor.engine),
             **routes.report(),
             **precision.figures(),
@@ -242,13 +238,13 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measured(engine: Any) -> list[Any]:
-    """Return what bypass mode measured; of ranks that share sequences and so saw the same tokens, one reports."""
-    found = hand_over()
+    """Return what bypass mode measured. Of ranks that share sequences, and so saw the same tokens, one reports."""
+    found = old_log_probs.take_measured()
     return found if engine.is_mp_src_rank_with_outputs() else []
 
 
 def _audited(engine: Any) -> dict[str, Any]:
-    """Return what the losses compared; of ranks that share sequences, one reports the sums."""
+    """Return what the losses compared. Of ranks that share sequences, one reports the sums."""
     found = WORKER.audit.report()
     return found if engine.is_mp_src_rank_with_outputs() else {**found, "sums": None}
 
@@ -258,7 +254,7 @@ def monitored(engine: Any) -> dict[str, Any]:
 
     Raises PrecisionError if the monitor must stop the run.
     """
-    prepared = getattr(engine, "_jetrl", None)
+    prepared = RECORD.get(engine)
     if prepared is None:
         return {"monitor": {}, "lines": []}
     return {"monitor": prepared.end_sync(), "lines": prepared.take_lines()}

@@ -1,24 +1,72 @@
-"""verl's bucketed transfer with timeouts: no socket waits forever for a dead process.
+"""Both ends of a weight sync to a colocated vLLM: where they meet, how long they wait, and what the vLLM worker receives.
 
-verl 0.9.1 sends buckets over a ZMQ REQ/REP pair and waits without a limit on both sides. Here the waiting side also checks
-its peer (the RPC that runs in the vLLM worker) and the clock.
+verl 0.9.1 sends buckets over a pair of ZMQ sockets (REQ/REP) and waits without a limit on both sides. Here a waiting side also
+checks its peer (the RPC that runs in the vLLM worker) and the clock, so that no socket waits forever for a dead process.
 """
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jetrl_patch import session
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
 from jetrl_patch.sync import protocol
+from jetrl_patch.trainer.rules import require_same
+
+if TYPE_CHECKING:
+    from jetrl_patch.adapters.verl.state import WorkerState
 
 _POLL_MS = 200
-_AHEAD_BYTES = 128 << 20  # quantized and digested while the worker loads a bucket; extra memory on the trainer's side
-_GRACE = 5.0  # seconds from a worker's RPC answer to its last acknowledgement
+_AHEAD_BYTES = 128 << 20  # read ahead while the worker loads a bucket; extra memory in the trainer
+_GRACE = 5.0  # seconds between the answer to a worker's RPC and its last acknowledgement
 
+
+# ---- Where the trainer and a vLLM worker meet: a socket that no other sync uses ----
+# verl names the socket in /tmp by Ray's job number, the replica and the rank. That separates runs that share a Ray cluster
+# (https://github.com/verl-project/verl/issues/6233). But every run that starts its own Ray has job 1. If two such runs share a
+# machine, the second takes over the first one's socket: one waits for weights that never come, and the other's worker may load
+# them.
+#
+# Within a run verl uses the same name for every sync. A worker that was frozen, or given up, may still hold a reply for the
+# sender of an earlier sync. ZeroMQ delivers it, even from a closed socket, to whoever listens at that name now. The new sender
+# mistakes it for its own worker's reply, its first message is lost, and both sides wait until they time out.
+
+def run_id() -> str:
+    """Return an identity of this process's Ray cluster, unique among those alive; empty outside a cluster."""
+    import ray
+
+    if not ray.is_initialized():
+        return ""
+    return hashlib.sha256(ray.get_runtime_context().gcs_address.encode()).hexdigest()[:12]
+
+
+def sync_id(state: WorkerState, step: int | None) -> str:
+    """Return the identity of the sync that begins now: the run, the step, and how often this step was synced before.
+
+    All training ranks of a rollout get the same identity, because all of them take part in each sync.
+    """
+    last, times = state.synced
+    state.synced = step, times + 1 if step == last else 0
+    return f"{run_id()}.{step}.{state.synced[1]}"
+
+
+def own(handle: str, sync: str) -> str:
+    """Return the address of this sync alone, made from verl's ``ipc:///tmp/….sock``."""
+    return f"{handle.removesuffix('.sock')}-{sync}.sock" if sync else handle
+
+
+def meet(worker: Any, sync: str) -> None:
+    """Make verl's worker extension listen at the address of this sync."""
+    handle = own(type(worker)._get_zmq_handle(worker), sync)
+    worker._get_zmq_handle = lambda: handle
+
+
+# ---- The trainer's end ----
 
 class Peer:
     """The RPC that receives on the other side, and how long to wait without progress.
@@ -51,7 +99,7 @@ class Peer:
 
 
 class Ahead:
-    """A stream of tensors that can be read ahead, up to ``_AHEAD_BYTES``, while the worker loads a bucket."""
+    """A stream of tensors that is read ahead, up to ``_AHEAD_BYTES``, while the worker loads a bucket."""
 
     def __init__(self, weights: Iterable[Any]) -> None:
         self._weights = iter(weights)
@@ -61,7 +109,7 @@ class Ahead:
         self._ended = False
 
     def fill(self) -> bool:
-        """Produce one more tensor; False if there is no more, or no room. An error is raised when its turn comes."""
+        """Produce one more tensor; False at the end, or if there is no room. An error is raised when its turn comes."""
         if self._ended or self._bytes >= _AHEAD_BYTES:
             return False
         try:
@@ -89,9 +137,9 @@ class WatchedSocket:
     """A ZMQ REQ socket that checks its peer while it waits. It has the methods that ``BucketedWeightSender`` calls.
 
     Attributes:
-        meanwhile: useful work for a wait, done piece by piece; returns False if there is none.
+        meanwhile: does a piece of useful work during a wait; returns False if there is none.
         announced: the first message: the buffer through which the tensors travel.
-        greeting: the first reply; a worker that keeps the last sync's weights says their identity in it.
+        greeting: the first reply; a worker that keeps the last sync's weights sends their identity in it.
     """
 
     def __init__(self, socket: Any, peer: Peer) -> None:
@@ -145,69 +193,27 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
         def _init_buffer(self) -> None:
             try:
                 super()._init_buffer()
-            except BaseException:  # verl itself notes its shared memory only after the worker's reply
+            except BaseException:  # verl records its shared memory only after the worker's reply, so it would not free it
                 _remove_buffer(self.socket.announced)
                 raise
 
         def _cleanup(self) -> None:
             try:
                 super()._cleanup()
-            except FileNotFoundError:  # Python removes shared memory whose attached process died
+            except FileNotFoundError:  # Python removes shared memory if a process attached to it dies
                 self.shm = None
 
     return WatchedSender(**kwargs)
 
 
 def _remove_buffer(announced: Any) -> None:
-    if isinstance(announced, dict):  # else it is CUDA memory, which lives as long as its tensor
+    if isinstance(announced, dict):  # otherwise it is CUDA memory, which lives as long as its tensor
         try:
             memory = SharedMemory(announced["name"])
-        except FileNotFoundError:  # Python removes shared memory whose attached process died
+        except FileNotFoundError:  # Python removes shared memory if a process attached to it dies
             return
         memory.unlink()
         memory.close()
-
-
-class _Greeter:
-    """A ZMQ REP socket that replies with a text instead of nothing."""
-
-    def __init__(self, socket: Any, text: str) -> None:
-        self._socket = socket
-        self._text = text
-
-    def recv_pyobj(self) -> Any:
-        return self._socket.recv_pyobj()
-
-    def send(self, reply: bytes) -> None:
-        self._socket.send(reply or self._text.encode())
-
-
-def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
-    """Return a ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence.
-
-    Args:
-        held: identity of the weights of the last sync, the reply to the sender's first message.
-    """
-    import zmq
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
-
-    class TimedReceiver(BucketedWeightReceiver):
-        socket: Any
-
-        def _init_socket(self) -> None:
-            super()._init_socket()
-            self.socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
-            self.socket.setsockopt(zmq.LINGER, 5000)  # deliver the last acknowledgement, within a limit
-
-        def _init_buffer(self) -> None:
-            socket = self.socket
-            self.socket = _Greeter(socket, held)
-            try:
-                super()._init_buffer()
-            finally:
-                self.socket = socket
-
-    return TimedReceiver(**kwargs)
 
 
 async def ending_early(
@@ -217,10 +223,10 @@ async def ending_early(
 
     ``greeted`` is called before the stream is read, with the identity of the weights that the worker keeps.
 
-    If it raises (NaN in a weight, …), tell the receiver that nothing more follows. Otherwise the receiver would wait for the
-    rest until its timeout. What a checkpoint engine receives is an asynchronous iterator, which is read as it comes.
+    If the stream raises (NaN in a weight, …), tell the receiver that nothing more follows; otherwise it would wait for the rest
+    until its timeout. A checkpoint engine receives through an asynchronous iterator, which is not read ahead.
 
-    Raises JetrlError: what the stream raised, as a SyncError unless it is an error of the plugin.
+    Raises JetrlError: the error of the stream, as a SyncError if it is not one of the plugin's.
     """
     try:
         if hasattr(weights, "__aiter__"):
@@ -241,7 +247,7 @@ async def ending_early(
                 socket.send_pyobj({"bucket_meta": {}, "is_last": True})
                 socket.recv()
             except Exception:
-                pass  # report the error that broke the stream
+                pass  # the error that broke the stream matters more
         if isinstance(error, JetrlError):
             raise
         text = f"the trainer could not read its weights for a sync: {type(error).__name__}: {error}"
@@ -250,10 +256,114 @@ async def ending_early(
 
 def as_sync_error(error: BaseException) -> JetrlError:
     """Convert a failed RPC into the vLLM worker to an error. Ray and vLLM return the plugin's errors as text."""
-    text = str(error)
-    if "unexpected keyword argument 'jetrl'" in text:
+    if "unexpected keyword argument 'jetrl'" in str(error):
         return NotPatchedError(
             "a vLLM worker is not patched: it does not know jetrl_patch's weight sync. Install jetrl_patch where vLLM runs, "
             "pass its processes the JETRL_* variables and do not exclude jetrl_patch in VLLM_PLUGINS."
         )
     return protocol.as_sync_error(error)
+
+
+# ---- The vLLM worker's end. The vLLM adapter attached the receiver to the worker when the model was loaded ----
+
+class _Greeter:
+    """A ZMQ REP socket that replies with a text where verl replies with nothing."""
+
+    def __init__(self, socket: Any, text: str) -> None:
+        self._socket = socket
+        self._text = text
+
+    def recv_pyobj(self) -> Any:
+        return self._socket.recv_pyobj()
+
+    def send(self, reply: bytes) -> None:
+        self._socket.send(reply or self._text.encode())
+
+
+def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
+    """Return a ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence.
+
+    Args:
+        held: identity of the weights of the last sync; the reply to the sender's first message.
+    """
+    import zmq
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+    class TimedReceiver(BucketedWeightReceiver):
+        socket: Any
+
+        def _init_socket(self) -> None:
+            super()._init_socket()
+            self.socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+            self.socket.setsockopt(zmq.LINGER, 5000)  # milliseconds to deliver the last acknowledgement
+
+        def _init_buffer(self) -> None:
+            socket = self.socket
+            self.socket = _Greeter(socket, held)
+            try:
+                super()._init_buffer()
+            finally:
+                self.socket = socket
+
+    return TimedReceiver(**kwargs)
+
+
+def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``vLLMColocateWorkerExtension.update_weights_from_ipc``: pass buckets through the receiver's checks.
+
+    The extra argument ``jetrl`` carries the trainer's settings: it tells a patched worker that its trainer is patched, and makes
+    an unpatched worker fail at once. ``jetrl_sync`` says where they meet. An unpatched trainer waits without a limit, so its
+    data is read to the end and dropped before the error.
+    """
+
+    def update_weights_from_ipc(
+        self: Any,
+        peft_config: Any = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
+        jetrl: dict[str, str] | None = None,
+        jetrl_sync: str = "",
+    ) -> Any:
+        if not session.is_active():
+            if jetrl is not None:
+                raise NotPatchedError("jetrl_patch was disabled in this vLLM worker. Restart the run.")
+            return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+        config = session.active_config()
+        if jetrl is None:
+            _transport(self, use_shm, config.sync_timeout).receive_weights(lambda weights, is_last: None)
+            raise NotPatchedError(
+                "the trainer that syncs weights is not patched, but this vLLM worker is. Pass its process the same JETRL_* "
+                "variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
+            )
+        require_same("a vLLM worker", required=jetrl, found=config.to_env())
+        meet(self, jetrl_sync)
+        if not config.quantized_rollout:
+            return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+        return _receive(self, use_shm, config.sync_timeout)
+
+    return update_weights_from_ipc
+
+
+def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
+    import zmq
+
+    receiver = worker.jetrl_receiver
+    transport = _transport(worker, use_shm, timeout, receiver.held())
+    try:
+        transport.receive_weights(on_bucket_received=lambda weights, is_last: receiver.on_bucket(weights))
+    except zmq.Again as error:
+        text = f"the trainer sent nothing for {timeout:g} s during a weight sync. Check the trainer's log."
+        raise receiver.abort(text) from error
+    except Exception as error:
+        raise receiver.abort(f"the weight transfer broke off: {type(error).__name__}: {error}") from error
+    report: dict[str, int] = receiver.finish()
+    return report
+
+
+def _transport(worker: Any, use_shm: bool, timeout: float, held: str = "") -> Any:
+    import torch
+    from verl.utils.device import get_device_name
+
+    if worker.device is None:  # as in verl: vLLM leaves it unset on some platforms
+        worker.device = torch.device(f"{get_device_name()}:{worker.local_rank}")
+    return timed_receiver(timeout, held, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)

@@ -1,9 +1,9 @@
 """verl's Ulysses sequence parallelism: each rank of a group holds a slice of the packed tokens of its micro-batch.
 
-verl cuts the inputs and gathers the log-probs. In between it exchanges slices for heads inside flash attention alone: with
-any other attention a rank attends within its slice, and no error says so. (Observed: log-probs of the second rank up to
-1.56 off.) So models with another attention get the exchange here, each with the group of its own engine: in exact mode always,
-in other modes as a fix for verl's bug.
+verl slices the inputs and gathers the log-probs. In between, each attention layer needs an all-to-all that turns slices of all
+heads into whole sequences of some heads. verl adds it to flash attention only: with any other attention a rank attends within
+its slice, without an error. (Observed: log-probs of the second rank up to 1.56 off.) Here other attentions get it too: always in
+exact mode, and in other modes as a fix for verl's bug. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import registry
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
 from jetrl_patch.trainer.rules import raised
-
-__all__ = ["build_module", "check_heads", "check_whole", "problems", "share", "whole"]
 
 _SIZE = "ulysses_sequence_parallel_size"
 _REMOVE = f"{MODEL}.use_remove_padding"
 
 
 class Exchange:
-    """``services.Exchange`` over a process group, by verl's own all-to-all."""
+    """The all-to-all of one engine's group, as ``registry.Exchange`` describes it; verl's own functions compute it."""
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self.size = group, size
-        self._of: Any = None
+        self._gathered_of: Any = None
         self._positions: Any = None
 
     def to_heads(self, x: Any) -> Any:
@@ -43,25 +41,25 @@ class Exchange:
         return gather_heads_scatter_seq(x, seq_dim=1, head_dim=2, group=self.group)
 
     def gather(self, positions: Any) -> Any:
-        """Gather once per forward pass: all layers get the same tensor."""
+        """Gather the position ids once per forward pass: all layers pass the same tensor."""
         import torch
 
-        if self._of is None or self._of() is not positions:
+        if self._gathered_of is None or self._gathered_of() is not positions:
             parts = [torch.empty_like(positions) for _ in range(self.size)]
             torch.distributed.all_gather(parts, positions.contiguous(), group=self.group)
-            self._of, self._positions = weakref.ref(positions), torch.cat(parts, -1)
+            self._gathered_of, self._positions = weakref.ref(positions), torch.cat(parts, -1)
         return self._positions
 
 
 def share(module: Any, engine: Any) -> None:
-    """Give a model the exchange of its engine, before it is wrapped. Flash attention keeps verl's own."""
+    """Give a model its engine's all-to-all, before verl wraps it. Flash attention keeps verl's own."""
     size = engine.ulysses_sequence_parallel_size
     if size > 1 and "flash" not in str(module.config._attn_implementation):
         registry.models().share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
 
 
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine._build_module``: the model, or the critic, attends over whole sequences."""
+    """Wrap ``FSDPEngine._build_module``: policy and critic attend over whole sequences."""
 
     def _build_module(self: Any) -> Any:
         module = original(self)
@@ -71,8 +69,8 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_module
 
 
-def sizes(select: Callable[[str], Any]) -> dict[int, str]:
-    """Return each size above 1 and the setting that gives it, of the actor and, if the run has one, of the reference model."""
+def sizes(select: Select) -> dict[int, str]:
+    """Return each size above 1 and the setting that gives it, for the actor and, if the run has one, the reference model."""
     roles = [ACTOR]
     if select("algorithm.use_kl_in_reward") or select(f"{ACTOR}.use_kl_loss"):
         roles.append(REF)
@@ -86,21 +84,21 @@ def sizes(select: Callable[[str], Any]) -> dict[int, str]:
     return found
 
 
-def problems(select: Callable[[str], Any]) -> Iterator[JetrlError]:
-    """Yield an error for each size that verl's workers would reject after everything has started."""
+def problems(select: Select) -> Iterator[JetrlError]:
+    """Yield an error for each size that verl's workers would reject only after start-up."""
     ranks = int(select("trainer.nnodes") or 1) * int(select("trainer.n_gpus_per_node") or 1)
     for size, path in sizes(select).items():
         if not select(_REMOVE):
             found, fix = f"{_REMOVE}=False", f"set {_REMOVE}=True"
-            required = "packed sequences, the only ones that verl cuts"
+            required = "packed sequences, the only ones that verl slices"
             yield ConfigError(explain(f"{named(path)}={size}", required=required, found=found, fix=fix))
         if ranks % size:
             required, fix = "a divisor of the number of ranks", "set it to one that divides them"
             yield ConfigError(explain(f"{named(path)}={size}", required=required, found=f"{ranks} ranks", fix=fix))
 
 
-def check_heads(select: Callable[[str], Any], hf_config: Any) -> None:
-    """Raise ModelError if a size does not divide the model's heads as verl needs."""
+def check_heads(select: Select, hf_config: Any) -> None:
+    """Raise ModelError if a size does not divide the model's heads as verl requires."""
     text = hf_config.get_text_config()
     for size, path in sizes(select).items():
         heads = text.num_attention_heads
@@ -108,22 +106,20 @@ def check_heads(select: Callable[[str], Any], hf_config: Any) -> None:
         if heads % size or (shared % size and size % shared):
             required = "a divisor of the query heads, and a divisor or multiple of the key/value heads"
             found = f"{heads} and {shared} heads"
-            raise ModelError(
-                explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size")
-            )
+            raise ModelError(explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size"))
 
 
-def whole(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for each size above 1 if the model's sequences must stay whole."""
+def whole(select: Select, hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for each size above 1 if the model needs whole sequences on each rank."""
     for size, path in sizes(select).items():
         yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
 
 
 def check_whole(hf_config: Any, size: int, what: str = _SIZE) -> None:
-    """Raise ModelError for a model with delta nets or latent attention in slices: ``size`` ranks share each of its sequences."""
+    """Raise ModelError if ``size`` ranks share each sequence of a model with delta nets or latent attention."""
     kinds = {"gated delta nets": has_delta_nets(hf_config), "latent attention": has_latent_attention(hf_config)}
-    for kind, there in kinds.items():
-        if there and size > 1:
-            required = f"whole sequences of a model with {kind} (its slices have not been compared with the rollout)"
+    for kind, present in kinds.items():
+        if present and size > 1:
+            required = f"whole sequences of a model with {kind} (slices have not been compared with the rollout)"
             found = f"model_type={hf_config.model_type!r}"
             raise ModelError(explain(f"{what}={size}", required=required, found=found, fix="set it to 1"))

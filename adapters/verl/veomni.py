@@ -1,7 +1,7 @@
-"""Check verl's configuration for its VeOmni engine: FSDP2 around VeOmni's own modelling of transformers' models.
+"""Check verl's configuration for its VeOmni engine: FSDP2 around VeOmni's own model classes. Imports no torch.
 
-VeOmni's blocks keep transformers' linear layers, parameters and names, so the layers become FP8 as with FSDP. What is its own
-are the norms, RoPE and attention, which exact mode would have to replace, and the experts' kernels (``veomni_engine``).
+VeOmni keeps transformers' linear layers, parameters and names, so the layers are converted to FP8 as with FSDP. Its norms, RoPE
+and attention are its own; exact mode does not replace them. Its experts have kernels of their own (see ``model.py``).
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from jetrl_patch.models.families import covering, family_of, titles
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive
 
-__all__ = ["ENGINES", "RULES", "STRATEGY", "check_model", "is_chosen", "problems"]
-
 STRATEGY = "veomni"
-#: the version that ``tests/verl/test_veomni_engine.py`` runs with; 0.1.11 calls transformers as 5.10 is no longer called
+#: the version that ``tests/verl/test_veomni_engine.py`` runs; 0.1.11 fails with transformers 5.10
 VERSIONS = SpecifierSet("==0.1.12")
 ENGINES = (f"{ACTOR}.veomni", f"{REF}.veomni")
 PRECISIONS = ("fp8-unified", "fp8-rollout")
-#: settings of the plugin that nothing has tried with VeOmni
-_UNTRIED = ("sync", "invariant_scale", "guard_sqnr", "smoothing")
+#: the plugin's settings that are untested with VeOmni
+_UNTESTED = ("sync", "invariant_scale", "guard_sqnr", "smoothing")
 _INSTEAD = "set strategy=fsdp2"
 
 _FLASH = tuple(f"{prefix}flash_attention_{n}{suffix}" for n in (2, 3) for prefix, suffix in (("", ""), ("veomni_", "_with_sp")))
 _ATTENTION = ("eager", "sdpa", *_FLASH)
-_WHOLE_EXPERTS = "1 (VeOmni's kernels for experts on several ranks are not the plugin's, and have not been tried)"
-_PACKED = "packed sequences, with which alone the engine has been compared"
+_WHOLE_EXPERTS = "1 (with experts on several ranks VeOmni runs its own kernels; untested)"
+_PACKED = "packed sequences (the engine is untested without them)"
 _FALSE = "set it to false"
 
 
@@ -44,14 +42,14 @@ RULES: tuple[Rule, ...] = (
     *_in_each("expert_parallel_size", more_than_one, _WHOLE_EXPERTS, "set it to 1"),
     *_in_each("attn_implementation", other_than(*_ATTENTION), f"one of {', '.join(_ATTENTION)}", "set it to flash_attention_2"),
     *_in_each("qat_implementation", other_than("none"), "no quantization but jetrl_patch's", "set it to none", ConflictError),
-    *_in_each("router_replay.mode", other_than("disabled"), "no replay of routes (untried with VeOmni)", "set it to disabled"),
-    *_in_each("init_device", other_than("meta"), "meta, from which alone VeOmni shards a model", "set it to meta"),
-    *_in_each("mixed_precision", lambda on: not on, "FP32 parameters (untried with BF16 ones)", "set it to true"),
-    *_in_each("enable_fsdp_offload", is_set, "parameters on the device (untried with FSDP2's offload)", _FALSE),
-    *_in_each("enable_async_activation_offload", is_set, "activations on the device (untried with VeOmni's offload)", _FALSE),
-    *_in_each("enable_reentrant", is_set, "checkpointing that is not reentrant (untried otherwise)", _FALSE),
-    *_in_each("force_use_huggingface", is_set, "VeOmni's own modelling", _FALSE),
-    *_in_each("basic_modules", is_set, "whole blocks as units of FSDP2 (untried with others)", "leave it empty"),
+    *_in_each("router_replay.mode", other_than("disabled"), "no replay of routes (untested with VeOmni)", "set it to disabled"),
+    *_in_each("init_device", other_than("meta"), "meta, the only device from which VeOmni shards a model", "set it to meta"),
+    *_in_each("mixed_precision", lambda on: not on, "FP32 parameters (untested with BF16 ones)", "set it to true"),
+    *_in_each("enable_fsdp_offload", is_set, "parameters on the device (untested with FSDP2's offload)", _FALSE),
+    *_in_each("enable_async_activation_offload", is_set, "activations on the device (untested with VeOmni's offload)", _FALSE),
+    *_in_each("enable_reentrant", is_set, "non-reentrant checkpointing (the other is untested)", _FALSE),
+    *_in_each("force_use_huggingface", is_set, "VeOmni's own model class", _FALSE),
+    *_in_each("basic_modules", is_set, "whole blocks as units of FSDP2 (others are untested)", "leave it empty"),
     Rule(f"{MODEL}.use_remove_padding", lambda on: not on, _PACKED, "set it to true", "quantized"),
     Rule(f"{MODEL}.lora_rank", positive, "full weights (verl's VeOmni engine builds no adapters)", _INSTEAD, "quantized"),
     Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights (verl's VeOmni engine builds no adapters)", _INSTEAD, "quantized"),
@@ -68,7 +66,7 @@ def is_chosen(select: Select, config: Config) -> bool:
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting that VeOmni does not go with, the mode's own settings first."""
+    """Yield an error for each setting that is unsupported with VeOmni, the plugin's own settings first."""
     error = mixed(STRATEGY, select)
     if error is not None:
         yield error
@@ -85,21 +83,21 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """The plugin's own settings: what is refused, required and found, and the fix."""
+    """Yield (setting, required, found, fix) for the plugin's own settings."""
     if config.precision not in PRECISIONS:
-        required, fix = f"{' or '.join(PRECISIONS)} (others have not been tried with VeOmni)", "set precision to one of them"
+        required, fix = f"{' or '.join(PRECISIONS)} (others are untested with VeOmni)", "set precision to one of them"
         yield f"precision={config.precision!r}", required, repr(config.precision), f"{fix}, or strategy=fsdp2"
     if config.exact:
         required = "align='linear' (VeOmni has its own norm, RoPE and attention)"
         yield "align='exact'", required, "'exact'", f"set {SETTINGS['align'].variable}=linear, or strategy=fsdp2"
-    for name in _UNTRIED:
+    for name in _UNTESTED:
         value, default = getattr(config, name), SETTINGS[name].default
         if value != default:
-            yield f"{name}={value!r}", f"{default!r} (others have not been tried with VeOmni)", repr(value), f"drop {name}"
+            yield f"{name}={value!r}", f"{default!r} (others are untested with VeOmni)", repr(value), f"drop {name}"
 
 
 def _parallel(select: Select) -> Iterator[JetrlError]:
-    """What VeOmni's workers would reject, or compute wrongly, after everything has started."""
+    """Yield an error for what VeOmni's workers would reject only after start-up, or compute wrongly."""
     ranks = int(select("trainer.nnodes") or 1) * int(select("trainer.n_gpus_per_node") or 1)
     if ranks == 1:
         required, fix = "two ranks or more (VeOmni does not shard for one)", "train on more ranks, or set strategy=fsdp2"
@@ -107,17 +105,17 @@ def _parallel(select: Select) -> Iterator[JetrlError]:
     for engine in ENGINES:
         size, attention = select(f"{engine}.ulysses_parallel_size"), select(f"{engine}.attn_implementation")
         if int(size or 1) > 1 and attention is not None and attention not in _FLASH:
-            required, fix = "flash attention, the only one that trades slices for heads in VeOmni", "set it to flash_attention_2"
+            required, fix = "flash attention, the only one with VeOmni's all-to-all", "set it to flash_attention_2"
             what = f"{named(engine)}.attn_implementation with ulysses_parallel_size={size}"
             yield ConfigError(explain(what, required=required, found=repr(attention), fix=fix))
 
 
 def check_model(hf_config: Any) -> None:
-    """Raise ModelError for a family whose layers in VeOmni have not been compared with transformers' and the rollout's."""
+    """Raise ModelError for a family whose VeOmni layers have not been compared with those of transformers and of the rollout."""
     covered, family = covering("veomni"), getattr(hf_config, "model_type", None)
     if family in covered:
         return
     known = family_of(hf_config)
     why = f" ({known.uncovered['veomni']})" if known else ""
-    found, required = f"model_type={family!r}{why}", f"{titles(covered.values())}, which have been compared with the rollout"
+    found, required = f"model_type={family!r}{why}", f"{titles(covered.values())}, the families compared with the rollout"
     raise ModelError(explain("the model with VeOmni", required=required, found=found, fix=_INSTEAD))

@@ -1,4 +1,4 @@
-"""What verl 0.9 lacks to train vision-language models and models with gated delta nets, in every mode."""
+"""Fixes without which verl 0.9 cannot train vision-language models and models with gated delta nets. They apply in every mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl import logprob, ulysses
-from jetrl_patch.adapters.verl.yaml_settings import MODEL, named
+from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, is_vision_language
 from jetrl_patch.patching.patch import NO_REPORT
@@ -19,36 +19,30 @@ from jetrl_patch.trainer.rules import raised
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "VISION", "accepts", "along_tokens", "check_packing", "check_worker", "counts_text", "delta_net_problems",
-    "fix_position_ids", "image_embeds", "input_embeds", "one_for_each", "problems",
-]  # fmt: skip
-
-
-# ---- Gated delta nets in verl: a token's output depends on a state that the tokens before it have left
-# So a packed row needs its boundaries, or a sequence begins with the state of the one before it, and no error says so. verl
-# passes them to its own forward of vision-language models, which splits a row if the delta rule takes no boundaries. To find out
-# it asks whether the rule takes an argument of that name; transformers' own rule, used where flash-linear-attention is not
-# installed, takes any name and drops it. Text models with delta nets get no boundaries from verl at all.
+# ---- Gated delta nets: a token's output depends on a state that accumulates over the tokens before it ----
+# A packed row therefore needs its sequence boundaries. Without them a sequence starts with the state of the previous one, and no
+# error is raised. verl passes boundaries to its own forward of vision-language models, which splits a row if the delta rule does
+# not take them. verl checks that by the name of an argument. transformers' own rule, used if flash-linear-attention is not
+# installed, accepts any name through ``**kwargs`` and ignores it. Text models with delta nets get no boundaries from verl.
 
 _REMOVE = f"{MODEL}.use_remove_padding"
 
 
-def delta_net_problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for packed rows whose boundaries the model would not see."""
+def delta_net_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for packed rows if the model would not get their boundaries."""
     yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), named(_REMOVE)))
 
 
 def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding") -> None:
-    """Raise ModelError for a model with delta nets to which verl passes no boundaries, if its rows are packed."""
+    """Raise ModelError for packed rows of a model with delta nets that gets no boundaries from verl."""
     if packed and has_delta_nets(hf_config) and not is_vision_language(hf_config):
-        required = "one sequence in a row (in a packed one each delta net would begin with the state of the sequence before)"
+        required = "one sequence per row (in a packed row each delta net would start with the state of the previous sequence)"
         found = f"True, with model_type={hf_config.model_type!r}"
         raise ModelError(explain(what, required=required, found=found, fix="set it to false"))
 
 
 def accepts(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Replace ``_call_accepts_kwarg``: whether a function names this parameter. One that it would only swallow has no effect."""
+    """Replace ``_call_accepts_kwarg``: whether a function has a parameter of this name. ``**kwargs`` does not count."""
 
     def _call_accepts_kwarg(fn: Any, name: str) -> bool:
         return name in signature(fn).parameters
@@ -56,31 +50,29 @@ def accepts(original: Callable[..., bool]) -> Callable[..., bool]:
     return _call_accepts_kwarg
 
 
-# ---- What verl 0.9 lacks to train vision-language models: position ids of one length, micro-batches without an image, and
-# images in other families than Qwen's.
-#
-# A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl carries a batch of them
-# as a jagged tensor [B, R, j] whose values are [R, sum of lengths] and whose offsets count tokens. It builds that tensor by
-# ``torch.nested.as_nested_tensor``, which takes the first dimension that differs between the samples for the jagged one: with
-# samples of one length, or a single sample, none differs, and it takes R. Then the values are [B * R, length], and the offsets
-# count rows. verl, which loses the number of the jagged dimension between processes, sets it to the last one in both cases.
+# ---- Vision-language models: position ids, micro-batches without an image, and families other than Qwen's ----
+# A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl stores a batch of them
+# as a jagged tensor [B, R, j] with values [R, sum of lengths] and offsets that count tokens. It builds the tensor with
+# ``torch.nested.as_nested_tensor``, which makes the first dimension that differs between samples the jagged one. If all samples
+# have one length, or there is only one sample, none differs and torch takes R. Then the values are [B * R, length], and the
+# offsets count rows. The number of the jagged dimension is lost between processes; verl sets it to the last one in both cases.
 
-#: false in the one-step-off and the fully asynchronous program; a choice in V1's separate_async
+#: false in the one-step-off and the fully asynchronous program; free in V1's separate_async
 _HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
-def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for each setting that no run of a vision-language model has shown to be right."""
+def problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for each setting that is wrong or untested with a vision-language model or a model with delta nets."""
     yield from delta_net_problems(select, hf_config)
     yield from raised(lambda: logprob.check_setting(select, hf_config))
     if is_vision_language(hf_config) and select(_HYBRID) is False:
-        required = "True for a vision-language model (the one-step-off and the fully asynchronous program have not run with one)"
+        required = "True for a vision-language model (the one-step-off and the fully asynchronous program are untested with one)"
         fix = "set it to true and start verl.trainer.main_ppo"
         yield ConfigError(explain(named(_HYBRID), required=required, found="False", fix=fix))
 
 
 def check_worker(hf_config: Any, engine: Any) -> None:
-    """Raise ModelError as ``problems``, for a model that the driver could not read."""
+    """Raise the errors of ``problems`` in a worker, for a model whose config.json the driver could not read."""
     ulysses.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
     check_packing(hf_config, bool(engine.model_config.use_remove_padding))
     if engine.model_config.use_fused_kernels:
@@ -88,14 +80,14 @@ def check_worker(hf_config: Any, engine: Any) -> None:
 
 
 def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
-    """Return the position ids of a batch as a jagged tensor [B, R, j], jagged along the tokens.
+    """Return the position ids of a batch as a jagged tensor [B, R, j] whose jagged dimension is the tokens.
 
     Args:
-        values: int64 [R, sum of lengths], or [B * R, length] from samples of one length, one after the other.
-        offsets: int64 [B + 1], where each sample's tokens begin in the batch, and where the last one's end.
+        values: int64 [R, sum of lengths], or [B * R, length] if all samples have one length: sample after sample.
+        offsets: int64 [B + 1]: where each sample's tokens start in the batch, and where the last sample's end.
 
     Raises:
-        ValueError: ``values`` are neither.
+        ValueError: ``values`` has neither shape.
     """
     import torch
 
@@ -103,13 +95,13 @@ def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
     if length != total:
         rows, rest = divmod(values.shape[0], batch)
         if values.dim() != 2 or rest or not bool((offsets.diff() == length).all()):
-            raise ValueError(f"position ids {tuple(values.shape)} fit no batch with offsets {offsets.tolist()}")
+            raise ValueError(f"position ids {tuple(values.shape)} do not match a batch with offsets {offsets.tolist()}")
         values = values.view(batch, rows, length).transpose(0, 1).reshape(rows, total)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
 
 
 def fix_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``maybe_fix_3d_position_ids``, which every worker calls on a batch before it splits it or computes with it."""
+    """Replace ``maybe_fix_3d_position_ids``, which every worker calls before it splits a batch or computes with it."""
 
     def maybe_fix_3d_position_ids(data: Any) -> None:
         positions, tokens = (data.get(name, None) for name in ("position_ids", "input_ids"))
@@ -124,7 +116,7 @@ def fix_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def input_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``qwen2_vl._get_input_embeds``: the dummy image of a micro-batch without one."""
+    """Wrap ``qwen2_vl._get_input_embeds``: in a micro-batch without an image, run the vision tower on a dummy image."""
 
     def _get_input_embeds(
         model: Any,
@@ -139,15 +131,15 @@ def input_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
             grids = (image_grid_thw, video_grid_thw)
             return original(model, input_ids, attention_mask, pixel_values, pixel_values_videos, *grids)
         embeds = model.get_input_embeddings()(input_ids)
-        return embeds + 0.0 * _of_nothing(model, embeds), attention_mask
+        return embeds + 0.0 * _mean_of_dummy(model, embeds), attention_mask
 
     return _get_input_embeds
 
 
 class _Unpacked:
-    """A model whose tower returns what it makes of the images as a tensor; in transformers 5 it returns an output with more.
+    """A model whose vision tower returns a tensor, as verl expects. In transformers 5 the tower returns an output object.
 
-    The tower's table of positions is gathered for it where FSDP2 has sharded it.
+    If FSDP2 has sharded the tower's position table, the tower runs with the table gathered.
     """
 
     def __init__(self, model: Any) -> None:
@@ -170,15 +162,15 @@ class _Tower:
         from verl.utils.transformers_compat import unpack_visual_output
 
         with contextlib.ExitStack() as stack:
-            for module in self._tower.modules():  # verl makes each embedding an FSDP2 unit, and the tower reads the table itself
+            for module in self._tower.modules():  # each embedding is an FSDP2 unit, but the tower reads its weight directly
                 if isinstance(module, nn.Embedding):
                     stack.enter_context(logprob.gathered(module))
-            seen: Tensor = unpack_visual_output(self._tower(pixels, **kwargs))[0]
-        return seen
+            features: Tensor = unpack_visual_output(self._tower(pixels, **kwargs))[0]
+        return features
 
 
 def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a ``_get_input_embeds`` that takes the tower's output for a tensor, with an image and without one."""
+    """Wrap a ``_get_input_embeds`` that uses the tower's output as a tensor, with an image or without one."""
     embeds = input_embeds(original)
 
     def _get_input_embeds(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +180,7 @@ def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counts_text(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FlopsCounter.__init__``: what is counted as a text model has the language model's configuration."""
+    """Wrap ``FlopsCounter.__init__``: a model that verl counts as a text model gets its language model's configuration."""
 
     def __init__(self: Any, config: Any) -> None:
         from verl.utils import flops_counter
@@ -203,7 +195,7 @@ def counts_text(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``qwen2_5_vl_dedup_image_tokens``: one token for each image of a prompt, which vLLM replaces by the image's."""
+    """Wrap ``qwen2_5_vl_dedup_image_tokens``: keep one token per image of a prompt; vLLM expands it to the image's tokens."""
 
     def dedup(prompt_ids: list[int], processor: Any) -> list[int]:
         if not is_vision_language(getattr(processor, "config", None)):
@@ -218,19 +210,19 @@ def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
     return dedup
 
 
-def _of_nothing(model: Any, embeds: Tensor) -> Tensor:
-    """The mean of what the tower makes of a black image: a scalar through which every rank of FSDP uses the tower."""
+def _mean_of_dummy(model: Any, embeds: Tensor) -> Tensor:
+    """Return the mean of the tower's output for a black image: a scalar that makes every FSDP rank run the tower."""
     import torch
     from verl.utils.transformers_compat import unpack_visual_output
 
     tower = model.config.vision_config
     width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     pixels = torch.zeros((16, width), dtype=embeds.dtype, device=embeds.device)
-    seen, _ = unpack_visual_output(model.visual(pixels, grid_thw=torch.tensor([[1, 4, 4]], device=embeds.device)))
-    return seen.mean()
+    features, _ = unpack_visual_output(model.visual(pixels, grid_thw=torch.tensor([[1, 4, 4]], device=embeds.device)))
+    return features.mean()
 
 
-# ---- Fixes for verl's bugs with vision-language models -------------------------------------------
+# ---- The patches ----
 
 _EQUAL_LENGTHS = (
     "verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have one length: "
@@ -245,9 +237,7 @@ _GLM = "training GLM-4.1V in verl"
 VISION: tuple[Patch, ...] = (
     *(
         Patch(
-            module=module,
-            attr="maybe_fix_3d_position_ids",
-            make=fix_position_ids,
+            module, "maybe_fix_3d_position_ids", fix_position_ids,
             reason=_EQUAL_LENGTHS,
             remove_when="the oldest supported verl contains verl#7901, or sets the ragged dimension to the tokens wherever it "
             "makes a jagged tensor",
@@ -257,9 +247,7 @@ VISION: tuple[Patch, ...] = (
         for module in ("verl.workers.engine_workers", "verl.workers.engine.base")
     ),
     Patch(
-        module="verl.models.transformers.qwen2_vl",
-        attr="_get_input_embeds",
-        make=input_embeds,
+        "verl.models.transformers.qwen2_vl", "_get_input_embeds", input_embeds,
         reason="verl calls mean() on the vision tower's output, which transformers 5 no longer returns as a tensor: a "
         "micro-batch without an image crashes. Others are unchanged",
         upstream=NO_REPORT,
@@ -268,9 +256,7 @@ VISION: tuple[Patch, ...] = (
         fixes="verl",
     ),
     Patch(
-        module="verl.models.transformers.glm4v",
-        attr="_get_input_embeds",
-        make=image_embeds,
+        "verl.models.transformers.glm4v", "_get_input_embeds", image_embeds,
         reason="verl uses the vision tower's output as a tensor, which it is not in transformers 5, and FSDP2 shards the "
         "tower's position table on its own: every micro-batch crashes. Videos are untested",
         upstream=_VERL_6814,
@@ -280,9 +266,7 @@ VISION: tuple[Patch, ...] = (
         needed_by=_GLM,
     ),
     Patch(
-        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
-        attr="qwen2_5_vl_dedup_image_tokens",
-        make=one_for_each,
+        "verl.workers.rollout.vllm_rollout.vllm_async_server", "qwen2_5_vl_dedup_image_tokens", one_for_each,
         reason="verl removes repeated image tokens from vLLM's prompt only for Qwen's image processor; with others vLLM "
         "expands them again, so the rollout silently sees an image almost twice. Unknown families are unchanged",
         upstream=NO_REPORT,
@@ -291,9 +275,7 @@ VISION: tuple[Patch, ...] = (
         fixes="verl",
     ),
     Patch(
-        module="verl.utils.flops_counter",
-        attr="FlopsCounter.__init__",
-        make=counts_text,
+        "verl.utils.flops_counter", "FlopsCounter.__init__", counts_text,
         reason="verl's FLOP counter reads GLM-4.1V fields that transformers 5 moved to text_config: the first update crashes "
         "in every mode. The vision tower still does not count",
         upstream=NO_REPORT,
@@ -303,9 +285,7 @@ VISION: tuple[Patch, ...] = (
     ),
     *(
         Patch(
-            module=f"verl.models.transformers.{name}",
-            attr="forward_with_torch_backend",
-            make=logprob.forward_with_gathered_head,
+            f"verl.models.transformers.{name}", "forward_with_torch_backend", logprob.forward_with_gathered_head,
             reason="verl's fused forward of vision-language models multiplies by an lm_head that FSDP2 has sharded: the step "
             "crashes, or lm_head's gradient stays local to each rank. The driver rejects the Triton forward",
             upstream=_VERL_6659,
@@ -316,9 +296,7 @@ VISION: tuple[Patch, ...] = (
         for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
     ),
     Patch(
-        module="verl.models.transformers.qwen3_5",
-        attr="_call_accepts_kwarg",
-        make=accepts,
+        "verl.models.transformers.qwen3_5", "_call_accepts_kwarg", accepts,
         reason="verl passes packed-sequence boundaries to transformers' own delta rule, which ignores them, so state leaks "
         "from one sequence to the next. Text models get none, and packed rows are rejected for them",
         upstream=_TRANSFORMERS_46093,

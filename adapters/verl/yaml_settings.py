@@ -1,4 +1,4 @@
-"""Paths of verl's configuration, which engine trains by it, and its ``jetrl`` section."""
+"""Paths of verl's configuration, how to read and set them, and its ``jetrl`` section. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Any
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, differences, explain
 
-__all__ = [
-    "ACTOR", "ENGINE", "MODEL", "REF", "ROLLOUT", "SECTION", "Select", "disagreement", "given", "mixed", "model_folder",
-    "named", "runs",
-]  # fmt: skip
-
-
-# ---- Dotted paths of verl's configuration --------------------------------------------------------
+# ---- Dotted paths of verl's configuration ----
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -23,30 +17,41 @@ ROLLOUT = "actor_rollout_ref.rollout"
 #: arguments that verl passes to vLLM's engine
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 
+#: returns the value at a dotted path of verl's configuration, None if it is missing
+Select = Callable[[str], Any]
+
+
+def selector(verl_config: Any) -> Select:
+    """Return a function that reads a dotted path of ``verl_config``."""
+    from omegaconf import OmegaConf
+
+    return lambda path: OmegaConf.select(verl_config, path, default=None)
+
+
+def update(verl_config: Any, path: str, value: Any) -> None:
+    """Set the value at a dotted path, also where the path does not exist yet."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.update(verl_config, path, value, force_add=True)
+
 
 def named(path: str) -> str:
     """Name the setting at ``path`` in an error."""
     return f"verl setting {path}"
 
 
-def model_folder(select: Callable[[str], Any]) -> Any:
-    """Return the folder or name from which the model's configuration is read. ``select`` reads verl's setting at a path."""
+def model_folder(select: Select) -> Any:
+    """Return the folder or hub name from which the model's configuration is read."""
     return select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
 
 
-# ---- What the checks of Megatron and of VeOmni share: whether such an engine trains, and whether it computes the reference too
-
-#: returns verl's setting at a dotted path, None where it is missing
-Select = Callable[[str], Any]
-
-
 def runs(strategy: str, select: Select, config: Config) -> bool:
-    """Whether an engine trains the actor or computes the reference, in a mode with a quantized rollout."""
+    """Whether the engine ``strategy`` trains the actor or computes the reference, in a mode with a quantized rollout."""
     return config.quantized_rollout and strategy in (select(f"{ACTOR}.strategy"), select(f"{REF}.strategy"))
 
 
 def mixed(strategy: str, select: Select) -> ConfigError | None:
-    """An error if another engine than this one trains the actor or computes the reference."""
+    """Return an error if actor and reference do not both use the engine ``strategy``."""
     found = {path: select(f"{path}.strategy") for path in (ACTOR, REF)}
     if all(value is None or value == strategy for value in found.values()):
         return None
@@ -55,30 +60,24 @@ def mixed(strategy: str, select: Select) -> ConfigError | None:
     return ConfigError(explain(f"verl settings {ACTOR}.strategy and {REF}.strategy", required=required, found=words, fix=fix))
 
 
-# ---- Read the ``jetrl`` section of verl's configuration, and compare it with the settings of this process
+# ---- The ``jetrl`` section of verl's configuration ----
 
 SECTION = "jetrl"
 
 
 def given(verl_config: Any) -> dict[str, Any] | None:
-    """Return the fields of ``Config`` that the section sets; None without a section. ``null`` sets nothing.
+    """Return the fields of ``Config`` that the section sets, without those that are ``null``; None without a section.
 
     Raises ConfigError if the section is not a mapping. ``Config`` checks the fields.
     """
     from omegaconf import OmegaConf
 
-    section = OmegaConf.select(verl_config, SECTION, default=None)
+    section = selector(verl_config)(SECTION)
     if section is None:
         return None
     if not OmegaConf.is_dict(section):
-        raise ConfigError(
-            explain(
-                f"{SECTION} in verl's configuration",
-                required="a mapping of settings",
-                found=repr(section),
-                fix=f"use +{SECTION}=unified, or set {SECTION}.precision",
-            )
-        )
+        what, fix = f"{SECTION} in verl's configuration", f"use +{SECTION}=unified, or set {SECTION}.precision"
+        raise ConfigError(explain(what, required="a mapping of settings", found=repr(section), fix=fix))
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
     found = {str(k): tuple(v) if isinstance(v, list) else v for k, v in plain.items() if v is not None}
@@ -96,13 +95,6 @@ def disagreement(verl_config: Any, config: Config) -> JetrlError | None:
             return None
     except ConfigError as error:
         return error
-    runs = {name: getattr(config.resolved(), name) for name in asked}
-    return ConflictError(
-        differences(
-            f"{SECTION} in verl's configuration",
-            required=asked,
-            found=runs,
-            origin=" from the environment or enable()",
-            fix="set it in one place only",
-        )
-    )
+    active = {name: getattr(config.resolved(), name) for name in asked}
+    what, origin, fix = f"{SECTION} in verl's configuration", " from the environment or enable()", "set it in one place only"
+    return ConflictError(differences(what, required=asked, found=active, origin=origin, fix=fix))

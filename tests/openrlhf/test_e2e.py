@@ -260,7 +260,7 @@ def test_a_driver_that_connects_before_enable_ends_in_one_sentence(task, when):
     assert (code, trained) == ((0, True) if when == "early" else (1, False)), run.text[-4000:]
     if when == "late":
         (line,) = re.findall(r"^jetrl_patch\.errors\.NotPatchedError: (.*)$", run.text, re.MULTILINE) or [run.text[-4000:]]
-        assert line.startswith("enable() in a driver of Ray: required a call before ray.init"), line
+        assert line.startswith("enable() in a Ray driver: required a call before ray.init"), line
         assert "PolicyModelActor" not in run.text
 
 

@@ -178,9 +178,9 @@ def test_a_real_connection_is_that_of_the_settings_or_none(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     late = (
-        "enable() in a driver of Ray: required a call before ray.init, which hands these settings to the workers, found a "
+        "enable() in a Ray driver: required a call before ray.init, which passes these settings to the workers, found a "
         "connection that was made without them. Call enable() before ray.init and before `from ray import init`, or close the "
-        "connection by ray.shutdown()."
+        "connection with ray.shutdown()."
     )
     expected = {"late": late, "in time": "True", "worker": "True", "other settings": late, "the same settings": "True"}
     assert {name: found[name] for name in expected} == expected

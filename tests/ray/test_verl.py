@@ -51,7 +51,7 @@ OWN_CONNECTION = [
     (
         f"jetrl_patch.enable(precision='fp8-unified'); import ray; ray.init({LOCAL}); "
         "sys.argv.append('trainer.v1.trainer_mode=colocate_async')",
-        "required old_log_probs='recompute', which verl's settings need, found workers of Ray that were started without. Call it",
+        "required old_log_probs='recompute', which verl's settings need, found Ray workers that were started without it. Call it",
     ),
 ]
 

@@ -65,7 +65,7 @@ def test_a_hook_given_by_its_path_is_run(monkeypatch):
 def test_another_version_or_other_settings_stop_the_worker(monkeypatch):
     with pytest.raises(ConflictError, match=f"required 9.9.*found {VERSION}"):
         worker.start("9.9", CONFIG.to_env())
-    with pytest.raises(NotPatchedError, match="switches it off"):
+    with pytest.raises(NotPatchedError, match="switches the plugin off"):
         worker.start(VERSION, CONFIG.to_env())
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
     with pytest.raises(ConflictError, match="settings of Ray worker on node"):

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
     from verl.workers.engine.fsdp import transformer_impl
 
-    from jetrl_patch.adapters.verl import old_weights
+    from jetrl_patch.adapters.verl import old_log_probs
     from jetrl_patch.errors import AuditError
 
     # on a GPU param_offload makes new tensors at each move; on a CPU a move is none
@@ -94,7 +94,7 @@ if __name__ == "__main__":
             "moved": not any(same(cycle[0], later) for cycle in current for later in cycle[1:]),
         })  # fmt: skip
 
-    old_weights._own = lambda saved, parameters: dict(saved)
+    old_log_probs._own = lambda saved, parameters: dict(saved)
     try:
         train(worker_of(*PLACEMENTS[0]), restoring=True)
         said = "nothing"

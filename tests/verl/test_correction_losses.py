@@ -109,12 +109,12 @@ def test_in_bypass_mode_the_first_mini_batch_after_a_sync_is_measured() -> None:
             )  # fmt: skip
 
     train_batch = old_log_probs.train_batch(lambda self, parts: mini_batch(parts))
-    assert old_log_probs.hand_over() == []
+    assert old_log_probs.take_measured() == []
     train_batch(None, [])  # a critic's
     train_batch(None, [slice(0, 2), slice(3, 6)])
     train_batch(None, [slice(0, 6)])  # the weights have changed
-    rank = {old_log_probs.LOSS: old_log_probs.hand_over()}
-    assert old_log_probs.hand_over() == []
+    rank = {old_log_probs.LOSS: old_log_probs.take_measured()}
+    assert old_log_probs.take_measured() == []
     found, logged = old_log_probs.bypass_figures([rank, {old_log_probs.LOSS: []}])
     seen = torch.tensor([0, 1, 3, 4, 5])
     expected = mismatch(log_prob[seen], rollout[seen], mask[seen])

@@ -52,7 +52,7 @@ def test_what_is_accepted(base: Any, folders: dict[str, Path], family: str, extr
 @pytest.mark.parametrize(
     ("family", "extra", "says"),
     [
-        ("qwen3_next", (PACKED,), r"use_remove_padding: required one sequence in a row .*model_type='qwen3_next'\. Set it to f"),
+        ("qwen3_next", (PACKED,), r"use_remove_padding: required one sequence per row .*model_type='qwen3_next'\. Set it to f"),
         ("qwen3_next", (PADDED, f"{M}.lora_rank=8"), r"LoRA with .*required attention in all blocks .*model_type='qwen3_next'"),
         ("qwen3_5", SLICES, r"size=2: required whole sequences .* with gated delta nets .*model_type='qwen3_5'\. Set it to 1"),
     ],
@@ -75,7 +75,7 @@ def test_a_remote_model_is_refused_in_the_worker() -> None:
         model = SimpleNamespace(use_fused_kernels=False, use_remove_padding=packed)
         check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
 
-    with pytest.raises(ModelError, match="required one sequence in a row"):
+    with pytest.raises(ModelError, match="required one sequence per row"):
         check(models.config_of("qwen3_next"), True)
     check(models.config_of("qwen3_next"), False)
     check(vision_models.config_of("qwen3_5"), True)

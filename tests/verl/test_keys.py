@@ -1,7 +1,7 @@
 """Every setting of verl's programs is handled, refused or harmless, and somebody has looked at it.
 
 Handled: a check of the plugin reads it, or the plugin sets it. Refused: it has a rule. Harmless: ``scripts/official/keys.py``
-or ``adapters/verl/asynchronous.py`` says why. ``keys.txt`` lists the settings that have been looked at. One that a new version
+or ``adapters/verl/rollout.py`` says why. ``keys.txt`` lists the settings that have been looked at. One that a new version
 of verl adds is missing there: look at the code that reads it, give it a rule or a reason, and add its name.
 """
 
@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import jetrl_patch.adapters.verl
-from jetrl_patch.adapters.verl import asynchronous, settings
+from jetrl_patch.adapters.verl import rollout, settings
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.patching.guards import file_of
@@ -113,7 +113,7 @@ def test_every_setting_is_handled_refused_or_harmless(found: tuple[set[str], set
     rules = refused()
     verdicts: dict[str, str] = {}
     for name in names:
-        harmless = asynchronous.HARMLESS.get(name) or keys.harmless("verl", name)
+        harmless = rollout.HARMLESS.get(name) or keys.harmless("verl", name)
         read = name in handled or name.startswith(WHOLE)
         verdicts[name] = "refused" if name in rules else "handled" if read else harmless and "harmless"
     counts = {kind: list(verdicts.values()).count(kind) for kind in ("refused", "handled", "harmless")}

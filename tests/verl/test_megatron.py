@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import jetrl_patch
-from jetrl_patch.adapters.verl import adapter, megatron, megatron_engine, settings
+from jetrl_patch.adapters.verl import adapter, megatron, model, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
@@ -302,7 +302,7 @@ def test_the_stream_is_what_transformer_engine_computes_with(monkeypatch, scale_
     """With FP32 scales the plugin's own quantizer gives other bytes, so it cannot replace TransformerEngine's."""
     te.install(monkeypatch)
     hf = build("llama", head_dim=128, tie_word_embeddings=True)
-    source = megatron_engine.announce(hf.config, LINEAR.replace(scale_format=scale_format))
+    source = model.announce(hf.config, LINEAR.replace(scale_format=scale_format))
     weights = {name: tensor.contiguous() for name, tensor in hf.state_dict().items()}
     sent = dict(source.stream(iter(weights.items()), SyncStats()))
     assert "lm_head.weight" in weights and "lm_head.weight" not in sent
@@ -379,7 +379,7 @@ def test_the_real_packages():
     from megatron.core.extensions import transformer_engine as extensions
     from megatron.core.transformer import TransformerConfig
 
-    from jetrl_patch.adapters.verl.megatron_engine import BUILT
+    from jetrl_patch.adapters.verl.model import BUILT
     from jetrl_patch.backends import transformer_engine
 
     assert callable(fp8_utils.get_fp8_recipe)

@@ -90,7 +90,7 @@ def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, sh
     expected.backward()
     patched(STOP)
     for padding in (0.0, float("nan"), -1e30):
-        old_log_probs.hand_over()
+        old_log_probs.take_measured()
         WORKER.measuring = not shift
         old = torch.where(batch.mask.bool(), batch.rollout, padding)
         found, ours, logged = batch.loss(old, loss_mode, shift)
@@ -104,7 +104,7 @@ def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, sh
 def test_one_ulp_stops_before_the_backward_pass(patched):
     patched(STOP)
     batch = MicroBatch()
-    old_log_probs.hand_over()
+    old_log_probs.take_measured()
     with pytest.raises(AuditError, match=r"response token 1 of sample 2: .*1 of 12 tokens differ"):
         batch.loss(one_ulp_off(batch.rollout, 2, 1))
     assert state.WORKER.audit.report()["differed"]
@@ -115,7 +115,7 @@ def test_or_the_micro_batch_takes_its_own(patched):
     expected, weights, _ = batch.loss(batch.pass_)
     expected.backward()
     patched(GO_ON)
-    old_log_probs.hand_over()
+    old_log_probs.take_measured()
     wrong = batch.rollout - 0.5  # far outside the clip range
     found, ours, _ = batch.loss(wrong)
     found.backward()
@@ -130,12 +130,12 @@ def test_only_the_mini_batch_of_the_weights_that_sampled_is_compared(patched):
     same, moved = (batch.rollout,), (batch.rollout, "vanilla", 0.1)
     train_batch(None, moved)  # before the first sync
     assert state.WORKER.audit.report()["sums"] is None
-    old_log_probs.hand_over()
+    old_log_probs.take_measured()
     train_batch(None)  # a critic's
     train_batch(None, same, same)
     train_batch(None, moved)
     assert state.WORKER.audit.report()["sums"]["tokens"] == 24
-    old_log_probs.hand_over()
+    old_log_probs.take_measured()
     with pytest.raises(AuditError):
         train_batch(None, moved)
 

@@ -6,7 +6,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from jetrl_patch.adapters.verl import rollout_settings, settings
+from jetrl_patch.adapters.verl import rollout, settings
+from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from tests.verl.audited import RECOMPUTE, STOP
@@ -32,12 +33,12 @@ REFUSED = [
 
 @pytest.mark.parametrize(("override", "path"), REFUSED)
 def test_options_of_verl_that_need_the_pass_are_refused(base, override, path):
-    select = settings._selector(base(override))
-    found = list(rollout_settings.old_log_prob_problems(select, STOP))
+    select = selector(base(override))
+    found = list(rollout.old_log_prob_problems(select, STOP))
     assert len(found) == 1 and isinstance(found[0], ConfigError)
     text = str(found[0])
     assert path in text and "with old_log_probs='rollout': required" in text and "or use old_log_probs='recompute'." in text
-    assert not list(rollout_settings.old_log_prob_problems(select, RECOMPUTE))
+    assert not list(rollout.old_log_prob_problems(select, RECOMPUTE))
     assert any(str(problem) == text for problem in settings.problems(base(override), STOP))
 
 
@@ -59,4 +60,4 @@ def test_the_pass_is_left_out_by_default_in_exact_mode_alone(base):
 
 
 def test_verls_defaults_are_accepted(base):
-    assert not list(rollout_settings.old_log_prob_problems(settings._selector(base()), STOP))
+    assert not list(rollout.old_log_prob_problems(selector(base()), STOP))

@@ -49,7 +49,8 @@ def engine(request):
     jetrl_patch.enable(**getattr(request, "param", {"precision": "bf16", "measure_routes": True}))
     model = models.build("qwen3_moe")
     found = SimpleNamespace(engine_config=SimpleNamespace(forward_only=False), model=model)
-    routes.attach(found, model)
+    recorder, replay = routes.observers(found, model)
+    found._jetrl = SimpleNamespace(recorder=recorder, replay=replay)
     WORKER.__init__()
     yield found
     WORKER.__init__()
@@ -69,7 +70,7 @@ def step(engine, forward_only, given=None):
 
 
 def test_only_passes_with_the_weights_that_sampled_count(engine):
-    with engine._jetrl_routes.recording() as chosen:
+    with engine._jetrl.recorder.recording() as chosen:
         engine.model(input_ids=torch.arange(2, 14)[None])
     given = torch.stack([chosen[layer] for layer in range(3)], 1)
     wrong = given.clone()
@@ -98,7 +99,7 @@ def test_every_pass_of_the_policy_uses_the_given_experts(engine):
     WORKER.compared = True
     replayed = step(engine, True, given)
     assert torch.equal(step(engine, False, given), replayed)
-    engine._jetrl_replay.stop()
+    engine._jetrl.replay.stop()
     assert not torch.equal(engine.model(input_ids=torch.arange(2, 14)[None]).logits, replayed)
     (compared, differ, other), found = WORKER.routes[0], routes.metrics([routes.report()])
     assert compared == 33 and differ > 0 and other == 0
@@ -128,17 +129,16 @@ def test_one_expert_a_token_is_refused():
     jetrl_patch.enable(precision="fp8-rollout", router_replay="R3")
     found = SimpleNamespace(engine_config=SimpleNamespace(forward_only=False))
     with pytest.raises(ModelError, match=r"router_replay='R3': required two experts .* found one\. Set"):
-        routes.attach(found, models.build("qwen3_moe", num_experts_per_tok=1))
+        routes.observers(found, models.build("qwen3_moe", num_experts_per_tok=1))
 
 
 def test_a_dense_model_has_none():
     jetrl_patch.enable(precision="bf16", measure_routes=True)
     found = SimpleNamespace(engine_config=SimpleNamespace(forward_only=False))
-    with pytest.raises(ModelError, match=r"measure_routes=True: required a mixture .*'qwen3'\. Ask"):
-        routes.attach(found, models.build("qwen3"))
+    with pytest.raises(ModelError, match=r"measure_routes=True: required a mixture .*'qwen3'\. Turn"):
+        routes.observers(found, models.build("qwen3"))
     found.engine_config.forward_only = True  # the reference model
-    routes.attach(found, models.build("qwen3"))
-    assert not hasattr(found, "_jetrl_routes")
+    assert routes.observers(found, models.build("qwen3")) == (None, None)
 
 
 @pytest.mark.parametrize(

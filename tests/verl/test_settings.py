@@ -125,7 +125,7 @@ def test_experts_that_tensor_parallelism_would_cut_stay_whole(base, tmp_path):
     """As in verl's run_qwen3_30b_a3b_fsdp.sh: experts of width 768 on 4 ranks."""
     config_of("qwen3_moe", moe_intermediate_size=768, **FOR_FOUR_RANKS).save_pretrained(tmp_path)
     model, tp, ep = f"{M}.path={tmp_path}", f"{R}.tensor_model_parallel_size", f"{R}.expert_parallel_size"
-    why = "tensor parallel size 4 would cut a block of the experts, which now stay whole"
+    why = "tensor parallel size 4 would cut a block of the experts, so each rank holds whole ones"
     chosen = [f"{ep}=4, which was 1: {why}"]
     for config in (EXACT, LINEAR, ROLLOUT):
         verl_config = base(model, f"{tp}=4")

@@ -127,16 +127,17 @@ def test_a_failed_rpc_ends_the_sender_at_once():
 def test_a_worker_of_an_earlier_sync_takes_no_message_of_the_next():
     """It was frozen: it answers when its sender has gone, and connects to whoever listens at that name now."""
     run("""
-        import threading, types, zmq
-        from jetrl_patch.adapters.verl import reward_engines as address
-        adapter, base = types.SimpleNamespace(), HANDLE
-        HANDLE = address.own(base, address.sync_id(adapter, 1))
+        import threading, zmq
+        from jetrl_patch.adapters.verl import transport as address
+        from jetrl_patch.adapters.verl.state import WorkerState
+        state, base = WorkerState(), HANDLE
+        HANDLE = address.own(base, address.sync_id(state, 1))
         frozen = zmq.Context.instance().socket(zmq.REP)
         frozen.connect(HANDLE)
         send(Peer(None, 2.0), WEIGHTS)
         assert frozen.recv_pyobj()["name"]
         frozen.send(b"")
-        HANDLE = address.own(base, address.sync_id(adapter, 1))
+        HANDLE = address.own(base, address.sync_id(state, 1))
         sender = threading.Thread(target=send, args=(Peer(None, 30.0), WEIGHTS))
         sender.start()
         time.sleep(1)  # the frozen one would be there first

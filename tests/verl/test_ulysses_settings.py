@@ -32,7 +32,7 @@ def test_what_verls_workers_would_reject_late(path):
     good = {path: 2, f"{A}.use_kl_loss": True, PADDED: True, "trainer.n_gpus_per_node": 2, "trainer.nnodes": 2}
     assert list(ulysses.problems(good.get)) == []
     (problem,) = ulysses.problems({**good, PADDED: False}.get)
-    required = "required packed sequences, the only ones that verl cuts"
+    required = "required packed sequences, the only ones that verl slices"
     assert str(problem) == f"verl setting {path}=2: {required}, found {PADDED}=False. Set {PADDED}=True."
     (problem,) = ulysses.problems({**good, path: 3}.get)
     assert f"{path}=3: required a divisor of the number of ranks, found 4 ranks. Set it" in str(problem)

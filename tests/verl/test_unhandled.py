@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import asynchronous, settings
+from jetrl_patch.adapters.verl import rollout, settings
 from jetrl_patch.adapters.verl import settings as programs
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.cli.run import program_problem
@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     (f"{R}.full_determinism=True", "batch-invariant", [EXACT, LINEAR, ROLLOUT]),
     (f"{R}.enable_rollout_routing_replay=True", "its FSDP engine ignores them", [EXACT, LINEAR, ROLLOUT]),
     (f"+{A}.fsdp_config.router_replay.mode=R3", "its FSDP engine ignores them", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{A}.megatron.router_replay.mode=R2", "no mixture of experts with Megatron", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{A}.megatron.router_replay.mode=R2", "does not support a mixture of experts with Megatron", [EXACT, LINEAR, ROLLOUT]),
     (f"+{F}.fsdp_config.mixed_precision.param_dtype=fp32", "required bf16", [EXACT, LINEAR, ROLLOUT]),
     (f"{M}.hf_config_path=/elsewhere", "where vLLM reads its configuration", [EXACT, LINEAR, ROLLOUT]),
     (f"{M}.tiled_mlp.enabled=True", "exact mode's own MLP", [EXACT]),
@@ -156,11 +156,11 @@ def test_every_setting_of_the_asynchronous_trainers_is_refused_or_harmless() -> 
     program = file_of("verl", "experimental", "fully_async_policy", "config", "fully_async_ppo_trainer.yaml")
     assert folder is not None and program is not None
     plain, fully = (OmegaConf.load(path) for path in (folder / "ppo_trainer.yaml", program))
-    sections = {asynchronous.PROGRAM: fully.async_training}
-    sections |= {path: OmegaConf.select(plain, path) for path in (asynchronous.TOGETHER, asynchronous.APART)}
-    settings = {path for section, value in sections.items() for path, _ in asynchronous._leaves(section, value)}
-    refused = {rule.path for rule in asynchronous.RULES}
-    assert settings == refused | set(asynchronous.HARMLESS) and not refused & set(asynchronous.HARMLESS)
+    sections = {rollout.PROGRAM: fully.async_training}
+    sections |= {path: OmegaConf.select(plain, path) for path in (rollout.COLOCATED, rollout.SEPARATE)}
+    settings = {path for section, value in sections.items() for path, _ in rollout.leaves(section, value)}
+    refused = {rule.path for rule in rollout.ASYNC_RULES}
+    assert settings == refused | set(rollout.HARMLESS) and not refused & set(rollout.HARMLESS)
 
 
 UNSUPPORTED = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch.adapters.verl import veomni_engine
+from jetrl_patch.adapters.verl import model
 from jetrl_patch.errors import ModelError
 from jetrl_patch.models.families import covering
 from tests import models, vision_models
@@ -58,15 +58,15 @@ def test_other_numbers_of_placeholders_than_verls_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.workers.engine.veomni.utils", utils)
     monkeypatch.setitem(sys.modules, "verl.workers.engine.veomni", SimpleNamespace(utils=utils))
     right = SimpleNamespace(model_type="qwen3_vl", image_token_id=151655, video_token_id=151656)
-    veomni_engine._check_places(right)
-    veomni_engine._check_places(SimpleNamespace(model_type="qwen3"))
+    model._check_places(right)
+    model._check_places(SimpleNamespace(model_type="qwen3"))
     with pytest.raises(ModelError, match="required image_token_id=151655, found image_token_id=7"):
-        veomni_engine._check_places(SimpleNamespace(**{**vars(right), "image_token_id": 7}))
+        model._check_places(SimpleNamespace(**{**vars(right), "image_token_id": 7}))
 
 
 def test_a_model_of_transformers_itself_is_refused():
     with pytest.raises(ModelError, match=r"required VeOmni's own class, found torch\.nn.*\.Linear.*MODELING_BACKEND"):
-        veomni_engine._check_modelling(nn.Linear(2, 2))
+        model._check_modelling(nn.Linear(2, 2))
 
 
 def test_experts_keep_the_name_by_which_they_are_recognized():
@@ -75,8 +75,8 @@ def test_experts_keep_the_name_by_which_they_are_recognized():
             raise AssertionError("VeOmni's kernels")
 
     made = Qwen3VLMoeTextExperts()
-    veomni_engine._use_fp8_experts({"experts": made})
+    model._use_fp8_experts({"experts": made})
     assert type(made).__name__ == "Qwen3VLMoeTextExperts" and isinstance(made, Qwen3VLMoeTextExperts)
-    assert type(made).forward is veomni_engine.Fp8Experts.forward
+    assert type(made).forward is model.Fp8Experts.forward
     with pytest.raises(AttributeError):  # its weights, not VeOmni's kernels
         made(torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))

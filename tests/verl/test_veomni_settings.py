@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import adapter, doctor, settings, ulysses, veomni
+from jetrl_patch.adapters.verl import adapter, services, settings, ulysses, veomni
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
 from tests.models import config_of
@@ -142,5 +142,5 @@ def test_patches_are_there_where_veomni_is(monkeypatch):
 
 def test_the_doctor_asks_for_flash_attention_where_veomni_uses_it(composed):
     name = f"{A}.veomni.attn_implementation"
-    assert doctor.needs_flash_attn(composed()) == f"{name}=flash_attention_2"
-    assert doctor.needs_flash_attn(composed(f"{name}=sdpa")) == ""
+    assert services.needs_flash_attn(composed()) == f"{name}=flash_attention_2"
+    assert services.needs_flash_attn(composed(f"{name}=sdpa")) == ""

@@ -151,7 +151,7 @@ def test_other_batches_are_left_alone() -> None:
 def test_positions_of_other_tokens_are_an_error() -> None:
     offsets = torch.tensor([0, 3, 8])
     for values in (torch.zeros(4, 7), torch.zeros(8, 4), torch.zeros(7, 4)):
-        with pytest.raises(ValueError, match=r"position ids \(\d, \d\) fit no batch with offsets \[0, 3, 8\]"):
+        with pytest.raises(ValueError, match=r"position ids \(\d, \d\) do not match a batch with offsets \[0, 3, 8\]"):
             vision.along_tokens(values, offsets)
 
 

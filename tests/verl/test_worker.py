@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import reward_engines, worker
-from jetrl_patch.adapters.verl.reward_engines import own
+from jetrl_patch.adapters.verl import transport
+from jetrl_patch.adapters.verl.state import WorkerState
+from jetrl_patch.adapters.verl.transport import own
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError
 
@@ -57,9 +56,9 @@ def call(monkeypatch):
     monkeypatch.setattr(session, "is_active", lambda: True)
     monkeypatch.setattr(session, "active_config", lambda: MINE)
 
-    def run(transport, **kwargs):
-        monkeypatch.setattr(worker, "_transport", lambda *_: transport)
-        replacement = worker.update_weights_from_ipc(lambda self, **kw: "verl's own")
+    def run(buckets, **kwargs):
+        monkeypatch.setattr(transport, "_transport", lambda *_: buckets)
+        replacement = transport.update_weights_from_ipc(lambda self, **kw: "verl's own")
         return replacement(kwargs.pop("worker", None) or Worker(), use_shm=True, **kwargs)
 
     return run
@@ -70,10 +69,10 @@ def test_buckets_go_through_the_receiver(call):
 
 
 def test_an_unpatched_trainer_is_read_to_the_end_so_that_it_does_not_hang(call):
-    transport = Transport([[("a", 1)], [("b", 2)]])
+    buckets = Transport([[("a", 1)], [("b", 2)]])
     with pytest.raises(NotPatchedError, match="trainer that syncs weights is not patched"):
-        call(transport)
-    assert transport.read == 2
+        call(buckets)
+    assert buckets.read == 2
 
 
 def test_a_trainer_in_other_settings(call):
@@ -115,8 +114,8 @@ def test_a_worker_listens_to_its_own_run_and_sync(call):
 
 
 def test_no_two_syncs_have_one_address(monkeypatch):
-    monkeypatch.setattr(reward_engines, "run_id", lambda: "0123")
-    ranks = [SimpleNamespace(), SimpleNamespace()]
-    found = [[reward_engines.sync_id(rank, step) for step in (None, 0, 1, 1, 1, 2, 1)] for rank in ranks]
+    monkeypatch.setattr(transport, "run_id", lambda: "0123")
+    ranks = [WorkerState(), WorkerState()]
+    found = [[transport.sync_id(rank, step) for step in (None, 0, 1, 1, 1, 2, 1)] for rank in ranks]
     assert found[0] == found[1]  # ranks meet where the first of them says
     assert found[0][2:6] == ["0123.1.0", "0123.1.1", "0123.1.2", "0123.2.0"] and len(set(found[0][:6])) == 6
