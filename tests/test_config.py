@@ -31,7 +31,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "audit_fraction": 0.0625,
         "on_mismatch": "stop",
         "router_replay": "none",
-        "decode_graphs": False,
+        "decode_graphs": "auto",
         "exact_attention": "auto",
         "platform": "auto",
         "sync": "full",
@@ -139,6 +139,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
             ({"router_replay": "R3", "precision": name}, f"router_replay='R3' contradicts precision={name!r}")
             for name in ("bf16", "fp16", "int8-rollout")
         ),
+        ({"decode_graphs": "on"}, "decode_graphs='on' must be 'auto', True or False"),
         ({"decode_graphs": True, "align": "linear"}, "decode_graphs=True contradicts align='linear'"),
         ({"decode_graphs": True, "guard_sqnr": 20}, "decode_graphs=True contradicts guard_sqnr=20"),
         ({"monitor_action": "halt"}, "unknown monitor_action 'halt'. Set it to one of 'warn', 'stop'"),
@@ -276,6 +277,9 @@ def test_bugs_of_other_projects_are_fixed_in_every_mode_but_bf16(precision: Prec
 def test_empty_variables_count_as_not_set() -> None:
     assert Config.from_env({}) == Config()
     assert Config.from_env(dict.fromkeys(environment.FIELDS, " ")) == Config()
+    for text, value in (("auto", "auto"), ("1", True), ("false", False)):
+        assert Config.from_env({"JETRL_DECODE_GRAPHS": text}).decode_graphs == value
+        assert Config.from_env(Config(decode_graphs=value).to_env()).decode_graphs == value
     assert Config.from_env({"JETRL_EXCLUDE": "lm_head, mlp.gate"}).exclude == ("lm_head", "mlp.gate")
 
 
@@ -289,6 +293,7 @@ def test_empty_variables_count_as_not_set() -> None:
         ({"JETRL_SYNC_TIMEOUT": "-5"}, "positive, finite"),
         ({"JETRL_MONITOR_EVERY": "often"}, "JETRL_MONITOR_EVERY='often' is not a whole number"),
         ({"JETRL_MONITOR_LAYERS": "all"}, "JETRL_MONITOR_LAYERS='all' is neither on nor off"),
+        ({"JETRL_DECODE_GRAPHS": "maybe"}, "JETRL_DECODE_GRAPHS='maybe' is neither on nor off"),
         ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
         ({"JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "two"}, "'two' is neither a cap nor low,high"),
         ({"JETRL_ACR": "maybe"}, "JETRL_ACR='maybe' is neither on nor off"),

@@ -319,7 +319,7 @@ def complete(args: Any, config: Config) -> list[str]:
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)
             changes.append(f"--algo.advantage.{name} {value}: correction={config.correction!r}")
-    eager = (config.exact or config.guard_sqnr is not None) and not config.decode_graphs
+    eager = (config.exact or config.guard_sqnr is not None) and not config.may_capture
     if eager and not _get(args, "vllm.enforce_eager"):
         args.vllm.enforce_eager = True
         why = "fuses ops and rounds differently" if config.exact else "would keep running layers that have left FP8"

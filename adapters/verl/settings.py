@@ -261,9 +261,11 @@ def _checkpoint(select: Select, config: Config) -> tuple[Any, Config, int, int]:
 def complete(verl_config: Any, config: Config) -> list[str]:
     """Set what the mode needs in verl's configuration; return a description of each change."""
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
-    if config.exact or config.guard_sqnr is not None:
+    if (config.exact or config.guard_sqnr is not None) and not config.may_capture:
         # a compiled graph fuses ops and so rounds differently, and it would keep layers in FP8 that the guard moved to BF16
-        wanted[f"{ROLLOUT}.enforce_eager"] = not config.decode_graphs
+        wanted[f"{ROLLOUT}.enforce_eager"] = True
+    elif config.decode_graphs is True:
+        wanted[f"{ROLLOUT}.enforce_eager"] = False
     if config.exact:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)

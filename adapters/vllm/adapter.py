@@ -106,6 +106,7 @@ class VllmAdapter(Adapter):
                 "from gpu_worker.Worker are not covered",
                 remove_when="vLLM's Worker.load_model calls a hook of worker_extension_cls once the model is loaded",
             ),
+            *([_PROVE_GRAPHS] if config.may_capture else []),
             Patch(
                 module="vllm.v1.worker.gpu_worker",
                 attr="Worker.execute_model",
@@ -211,6 +212,27 @@ _LEAVE_TRANSFORMERS_ALONE = Patch(
     remove_when="vLLM's Base._decorate_for_torch_compile decorates a subclass, or does nothing in eager mode",
     fixes="vllm",
     needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
+)
+
+
+def _compile_or_warm_up_model(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def compile_or_warm_up_model(self: Any) -> Any:
+        from jetrl_patch.adapters.vllm.graphs import prove_graphs
+
+        result = original(self)
+        prove_graphs(self)
+        return result
+
+    return compile_or_warm_up_model
+
+
+_PROVE_GRAPHS = Patch(
+    module="vllm.v1.worker.gpu_worker",
+    attr="Worker.compile_or_warm_up_model",
+    make=_compile_or_warm_up_model,
+    reason="without it a captured decoding step would serve in exact mode without proof that it has the bits of the eager one. "
+    "Workers that override the method, as on a CPU, capture nothing",
+    remove_when="vLLM's Worker.compile_or_warm_up_model calls a hook of worker_extension_cls once graphs are captured",
 )
 
 

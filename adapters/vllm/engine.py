@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.arguments import kv_cache_error
 from jetrl_patch.adapters.vllm.compat import routes_error, sequence_parallel
-from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
+from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
+from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
@@ -165,8 +166,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if config.exact:
         choose_attention(args)
     args.quantization = ours
-    if config.decode_graphs and not _on_cpu():
-        capture_decoding(args)
+    if config.exact and not _on_cpu() and asks_for_graphs(args, config):
+        capture_decoding(args, config)
     elif not args.enforce_eager and (config.exact or _on_cpu()):
         logger.warning(
             "jetrl_patch: set enforce_eager=True, because a compiled graph fuses ops and changes their rounding"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
 __all__ = [
-    "capture_decoding", "choose_attention", "device_problems", "finish_model", "finish_routing", "finish_transformers",
+    "choose_attention", "device_problems", "finish_model", "finish_routing", "finish_transformers",
     "rank_sizes", "require_attention", "try_ops",
 ]  # fmt: skip
 
@@ -74,9 +73,6 @@ def finish_routing(model: nn.Module) -> None:
 
 # ---- Exact mode in the engine: choose the attention backend, and test the ops before they serve --
 
-logger = logging.getLogger(__name__)
-
-
 def choose_attention(args: EngineArgs) -> None:
     """Select the exact attention on CUDA, where vLLM knows it as CUSTOM. On CPU it replaces vLLM's only backend.
 
@@ -104,42 +100,6 @@ def choose_attention(args: EngineArgs) -> None:
         )
     if settings.backend is None:
         args.attention_backend = ours
-
-
-def capture_decoding(args: EngineArgs) -> None:
-    """Have vLLM capture whole decoding steps in CUDA graphs and compile nothing, which keeps the kernels and so the bits.
-
-    A graph records the launches of a step with one new token a request; grids follow from shapes, and no op reads anything back.
-    Prefill and mixed steps run eagerly.
-
-    Raises:
-        ConflictError: a compilation, or another way to capture, is asked for.
-    """
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    settings = args.compilation_config
-    if settings.mode not in (None, CompilationMode.NONE):
-        raise ConflictError(
-            explain(
-                "vLLM compilation_config.mode with decode_graphs=True",
-                required="NONE (a compiler fuses ops and changes their rounding)",
-                found=settings.mode.name,
-                fix="leave it unset",
-            )
-        )
-    if settings.cudagraph_mode not in (None, CUDAGraphMode.FULL_DECODE_ONLY):
-        raise ConflictError(
-            explain(
-                "vLLM compilation_config.cudagraph_mode with decode_graphs=True",
-                required="FULL_DECODE_ONLY (prefill and mixed steps run eagerly)",
-                found=str(settings.cudagraph_mode),
-                fix="leave it unset, or set decode_graphs=False",
-            )
-        )
-    if args.enforce_eager:
-        logger.warning("jetrl_patch: set enforce_eager=False, because decode_graphs=True replays decoding steps from CUDA graphs")
-    settings.mode, settings.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
-    args.enforce_eager = False
 
 
 def device_problems(vllm_config: VllmConfig) -> None:
@@ -173,12 +133,8 @@ def finish_model(worker: Any) -> None:
     """Make exact the modules of a loaded worker that vLLM's registries do not reach. Raises ModelError if it cannot."""
     family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
     if family.rollout == "transformers":
-        pass
-
         finish_transformers(worker.model_runner.get_model(), family)
     elif family.chooser:
-        pass
-
         finish_routing(worker.model_runner.get_model())
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from jetrl_patch import session
 from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
+from jetrl_patch.adapters.vllm.graphs import mark_settings, run_eagerly
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.ranks import ExactRowParallelLinear
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.fp8.mixture import WHOLE
 from jetrl_patch.models.families import LLAMA_LIKE, family_of
@@ -22,42 +23,7 @@ from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from jetrl_patch.config import Config
-
-__all__ = ["attach", "jetrl_report", "mark_settings", "warm_up"]
-
-
-# ---- Keep vLLM from serving a graph that it compiled under other settings ------------------------
-# vLLM keeps compiled graphs on disk and finds them by a hash of its configuration, which leaves the quantization's own settings
-# out (``VllmConfig.compute_hash``) and knows nothing of this plugin's. The scale format, the backend and what is fused are
-# constants of the graph: without this, an engine would go on computing with those of an earlier run.
-
-#: our key in ``additional_config``, of which vLLM hashes all
-KEY = "jetrl_patch"
-
-
-def mark_settings(vllm_config: VllmConfig, config: Config, backend: str, attention: str) -> None:
-    """Put every setting, and what a worker has chosen on its device, among what the names of compiled graphs depend on.
-
-    Call it in the worker before its first step, which compiles.
-
-    Raises:
-        ConflictError: ``additional_config`` is no dict, so that nothing can be added to it.
-    """
-    given: Any = vllm_config.additional_config
-    if not isinstance(given, dict):
-        raise ConflictError(
-            explain(
-                "vLLM additional_config with a quantized rollout",
-                required="a dict, to which the settings of jetrl_patch are added",
-                found=type(given).__name__,
-                fix="leave it unset, or give a dict",
-            )
-        )
-    vllm_config.additional_config = {**given, KEY: {**config.to_env(), "backend": backend, "attention": attention}}
+__all__ = ["attach", "jetrl_report", "warm_up"]
 
 
 # ---- Compile the FP8 kernels of a loaded model before it serves ----------------------------------
@@ -123,7 +89,12 @@ def attach(worker: Any, config: Config) -> None:
         )
     if config.quantized_rollout:
         check_layers(model)
-        check_eager(model, worker.vllm_config.model_config.enforce_eager)
+        try:
+            check_eager(model, worker.vllm_config.model_config.enforce_eager)
+        except ModelError as error:
+            if not (config.exact and config.decode_graphs == "auto"):
+                raise
+            run_eagerly(worker, str(error))
         finish(model)
         follow_norms(model, worker.vllm_config.model_config.hf_text_config)
     else:

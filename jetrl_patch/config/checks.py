@@ -14,8 +14,8 @@ from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import is_installed
 
 __all__ = [
-    "CLASSES", "MODULE", "REQUIRED", "Derived", "check_choice", "check_installed", "check_monitor", "check_options",
-    "check_precision", "check_scaling", "check_switch", "check_together", "number", "patterns", "seconds",
+    "CLASSES", "MODULE", "REQUIRED", "Derived", "check_auto_switch", "check_choice", "check_installed", "check_monitor",
+    "check_options", "check_precision", "check_scaling", "check_switch", "check_together", "number", "patterns", "seconds",
 ]  # fmt: skip
 
 
@@ -101,6 +101,11 @@ class Derived(Fields):
         return self.resolved_align == "exact"
 
     @property
+    def may_capture(self) -> bool:
+        """Whether an exact rollout on a GPU may replay CUDA graphs. They would replay a layer in FP8 that the guard has moved."""
+        return self.decode_graphs is True or (self.decode_graphs == "auto" and self.exact and self.guard_sqnr is None)
+
+    @property
     def fixes_upstream(self) -> bool:
         """The effective ``upstream_fixes``: whether to fix bugs of other projects that do not keep a run from starting."""
         return not self.mode.only_measures if self.upstream_fixes is None else self.upstream_fixes
@@ -118,6 +123,12 @@ def check_switch(name: str, value: object) -> None:
     """Raise ConfigError if the value is not a bool."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} must be True or False.")
+
+
+def check_auto_switch(name: str, value: object) -> None:
+    """Raise ConfigError if the value is neither a bool nor ``"auto"``."""
+    if not isinstance(value, bool) and value != "auto":
+        raise ConfigError(f"{name}={value!r} must be 'auto', True or False.")
 
 
 def number(name: str, value: object) -> float:
@@ -191,12 +202,12 @@ def check_together(config: Derived) -> None:
             f"router_replay={config.router_replay!r} contradicts precision={config.precision!r}: routes are replayed from an FP8 "
             "rollout alone. Drop router_replay or use precision='fp8-rollout'."
         )
-    if config.decode_graphs and not config.exact:
+    if config.decode_graphs is True and not config.exact:
         raise ConfigError(
             f"decode_graphs=True contradicts align={config.resolved_align!r}: outside of exact mode vLLM captures graphs by "
             "itself. Drop decode_graphs or use align='exact'."
         )
-    if config.decode_graphs and config.guard_sqnr is not None:
+    if config.decode_graphs is True and config.guard_sqnr is not None:
         raise ConfigError(
             f"decode_graphs=True contradicts guard_sqnr={config.guard_sqnr!r}: a graph would keep running layers that have left "
             "FP8. Drop one of the two."

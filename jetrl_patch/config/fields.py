@@ -12,8 +12,8 @@ from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Pr
 from jetrl_patch.errors import ConfigError
 
 __all__ = [
-    "BOUNDS", "FIRST", "GROUPS", "NUMBER", "PATTERNS", "PREFIX", "SECONDS", "SETTINGS", "SWITCH", "WHOLE", "WORD", "Fields",
-    "Form", "Setting", "from_text", "read_switch", "setting", "settings_of", "written",
+    "AUTO_SWITCH", "BOUNDS", "FIRST", "GROUPS", "NUMBER", "PATTERNS", "PREFIX", "SECONDS", "SETTINGS", "SWITCH", "WHOLE", "WORD",
+    "Fields", "Form", "Setting", "from_text", "read_switch", "setting", "settings_of", "written",
 ]  # fmt: skip
 
 
@@ -59,6 +59,10 @@ def read_switch(name: str, text: str) -> bool:
     return word in _TRUE
 
 
+def _auto_switch(name: str, text: str) -> bool | str:
+    return "auto" if text.strip().lower() == "auto" else read_switch(name, text)
+
+
 def _word(variable: str, text: str) -> str:
     return text
 
@@ -86,6 +90,7 @@ def _number(kind: Callable[[str], float], what: str = "number") -> Callable[[str
 
 WORD = Form("a word", _word)
 SWITCH = Form("`true`, `false`", read_switch, ": 1 or 0")
+AUTO_SWITCH = Form("`auto`, `true`, `false`", _auto_switch, ": auto, 1 or 0")
 NUMBER = Form("number", _number(float))
 SECONDS = Form("number", _number(float, "number of seconds"), ", in seconds")
 WHOLE = Form("whole number", _number(int, "whole number"))
@@ -203,6 +208,7 @@ OldLogProbs = Literal["auto", "recompute", "rollout"]
 RouterReplay = Literal["none", "R3"]
 OnMismatch = Literal["stop", "recompute"]
 Sync = Literal["full", "delta"]
+DecodeGraphs = Literal["auto"] | bool
 
 _UNIFIED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.is_unified)
 _SCALED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.has_granularity)
@@ -280,10 +286,14 @@ class Fields:
         "not work with `align=\"exact\"`, where routes are equal anyway. It also measures routes, as `measure_routes` does",
         choices=get_args(RouterReplay), joint=True,
     )
-    decode_graphs: bool = setting(
-        False, "exactness",
+    decode_graphs: DecodeGraphs = setting(
+        "auto", "exactness",
         "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels and "
-        "therefore the same bits, with one launch per step. Ignored on a CPU. Not yet run on a GPU",
+        "therefore the same bits, with one launch per step. `auto` does so unless the engine's own settings turn graphs off "
+        "(`enforce_eager=True`, `cudagraph_mode=NONE`); `true` also overrides `enforce_eager`; `false` always runs eagerly. When "
+        "the engine starts, every graph is compared with the eager step; one bit that differs, and the engine runs eagerly and "
+        "says so. Ignored on a CPU. Not yet run on a GPU",
+        form=AUTO_SWITCH,
     )
     exact_attention: ExactAttention = setting(
         "auto", "exactness",

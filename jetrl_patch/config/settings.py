@@ -10,7 +10,7 @@ from typing import Any
 from jetrl_patch.config import checks
 from jetrl_patch.config.checks import Derived, check_monitor, check_precision, check_scaling
 from jetrl_patch.config.corrections import check_bounds
-from jetrl_patch.config.fields import SETTINGS, SWITCH, from_text, written
+from jetrl_patch.config.fields import AUTO_SWITCH, SETTINGS, SWITCH, from_text, written
 from jetrl_patch.errors import ConfigError, unknown
 
 __all__ = ["Config"]
@@ -45,6 +45,8 @@ class Config(Derived):
         for name, found in SETTINGS.items():
             if found.form is SWITCH and not (getattr(self, name) is None and found.default is None):
                 checks.check_switch(name, getattr(self, name))
+            if found.form is AUTO_SWITCH:
+                checks.check_auto_switch(name, getattr(self, name))
         numbers = ("audit_fraction", "monitor_sqnr", "monitor_underflow")
         for name in (*numbers, *(() if self.guard_sqnr is None else ("guard_sqnr",))):
             self._keep(name, checks.number(name, getattr(self, name)))

@@ -189,7 +189,16 @@ def test_completes_what_the_user_need_not_know(base):
     verl_config = base(f"{R}.calculate_log_probs=False", f"{R}.enforce_eager=False")
     settings.complete(verl_config, EXACT)
     rollout = verl_config.actor_rollout_ref.rollout
-    assert rollout.calculate_log_probs is True and rollout.enforce_eager is True
+    assert rollout.calculate_log_probs is True and rollout.enforce_eager is False  # the engine captures, if it can
+    for eager in (Config(decode_graphs=False), Config(guard_sqnr=20.0), Config(align="linear", guard_sqnr=20.0)):
+        verl_config = base(f"{R}.enforce_eager=False")
+        settings.complete(verl_config, eager)
+        assert verl_config.actor_rollout_ref.rollout.enforce_eager is True
+    verl_config = base(f"{R}.enforce_eager=True")
+    settings.complete(verl_config, EXACT)
+    assert verl_config.actor_rollout_ref.rollout.enforce_eager is True  # the user's own setting
+    settings.complete(verl_config, Config(decode_graphs=True))
+    assert verl_config.actor_rollout_ref.rollout.enforce_eager is False
     bf16 = base(f"{R}.calculate_log_probs=False", f"{R}.enforce_eager=False")
     settings.complete(bf16, BF16)
     assert bf16.actor_rollout_ref.rollout.calculate_log_probs is True

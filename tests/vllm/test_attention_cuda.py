@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 
 import jetrl_patch
-from jetrl_patch.adapters.vllm import engine, exact
+from jetrl_patch.adapters.vllm import engine, exact, graphs
 from jetrl_patch.adapters.vllm.attention_cuda import (
     ExactCudaAttentionBackend,
     ExactCudaAttentionBuilder,
@@ -31,6 +31,7 @@ from jetrl_patch.exact import ops
 from tests.models import config_of
 
 BF16 = torch.bfloat16
+FORCED = Config(decode_graphs=True)
 SETTING: dict[str, Any] = {
     "head_size": 128,
     "dtype": BF16,
@@ -174,7 +175,7 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
 def test_vllm_captures_whole_decoding_steps_and_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """As vLLM resolves the configuration: full graphs for decoding, none for mixed steps, custom operators as in eager mode."""
     args = SimpleNamespace(enforce_eager=True, compilation_config=CompilationConfig())
-    exact.capture_decoding(args)
+    graphs.capture_decoding(args, FORCED)
     found = args.compilation_config
     assert args.enforce_eager is False and found.mode == CompilationMode.NONE
     resolved = found.resolve_cudagraph_mode_and_sizes(ExactCudaAttentionBuilder._cudagraph_support, "CUSTOM")
@@ -184,25 +185,55 @@ def test_vllm_captures_whole_decoding_steps_and_compiles_nothing(caplog: pytest.
     assert never.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.NEVER, "CUSTOM") == CUDAGraphMode.NONE
     compiled = SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))
     with pytest.raises(ConflictError, match=r"required NONE .* found VLLM_COMPILE\. Leave it unset"):
-        exact.capture_decoding(compiled)
+        graphs.capture_decoding(compiled, FORCED)
     other = SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig(cudagraph_mode="FULL"))
     with pytest.raises(ConflictError, match=r"cudagraph_mode with decode_graphs=True: required FULL_DECODE_ONLY.*found FULL"):
-        exact.capture_decoding(other)
+        graphs.capture_decoding(other, FORCED)
     eager = SimpleNamespace(enforce_eager=True, compilation_config=CompilationConfig())
-    with caplog.at_level("WARNING", logger=exact.logger.name):
-        exact.capture_decoding(eager)
+    with caplog.at_level("WARNING", logger=graphs.logger.name):
+        graphs.capture_decoding(eager, FORCED)
     assert not eager.enforce_eager and "set enforce_eager=False" in caplog.text
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("graphs", [False, True])
-def test_the_engines_arguments_ask_for_graphs(graphs: bool, checkpoint: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "decode_graphs", "captures"),
+    [
+        ({}, "auto", True),
+        ({"enforce_eager": True}, "auto", False),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, "auto", False),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, "auto", True),  # verl's default
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "auto", True),
+        ({"compilation_config": {"mode": 3}}, "auto", True),
+        ({}, False, False),
+        ({"enforce_eager": True}, True, True),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, True, True),
+    ],
+)
+def test_the_engines_arguments_ask_for_graphs(
+    given: dict[str, Any],
+    decode_graphs: Any,
+    captures: bool,
+    checkpoint: Callable[..., str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    args = EngineArgs(model=checkpoint("qwen3"), skip_tokenizer_init=True)
-    engine.prepare_arguments(args, Config(decode_graphs=graphs).resolved())
-    assert args.enforce_eager is not graphs
-    assert (args.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) is graphs
+    args = EngineArgs(model=checkpoint("qwen3"), skip_tokenizer_init=True, **given)
+    with caplog.at_level("WARNING", logger=graphs.logger.name):
+        engine.prepare_arguments(args, Config(decode_graphs=decode_graphs).resolved())
+    assert args.enforce_eager is not captures
+    if captures:
+        assert args.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+        assert args.compilation_config.mode == CompilationMode.NONE
+    overridden = given.get("compilation_config") in ({"cudagraph_mode": "PIECEWISE"}, {"mode": 3})
+    assert ("with decode_graphs='auto': set" in caplog.text) is overridden
+
+
+def test_the_precision_guard_needs_an_eager_engine() -> None:
+    assert Config().may_capture and Config(decode_graphs=True).may_capture
+    assert not Config(guard_sqnr=20).may_capture and not Config(decode_graphs=False).may_capture
+    assert not Config(align="linear").may_capture
 
 
 def test_a_worker_with_another_attention_does_not_serve() -> None:

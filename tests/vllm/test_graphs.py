@@ -1,17 +1,28 @@
-"""Graphs that vLLM compiled under other settings are not found again."""
+"""CUDA graphs of decoding steps are proven before they serve; graphs compiled under other settings are not found again.
+
+No GPU here: a double captures and replays for vLLM's own wrapper, runner and dispatcher, in a real engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+import torch
+from vllm.compilation import cuda_graph
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, override_forward_context
 
 import jetrl_patch
 from jetrl_patch import Config
-from jetrl_patch.adapters.vllm.worker import KEY, mark_settings
-from jetrl_patch.errors import ConflictError
+from jetrl_patch.adapters.vllm import graphs
+from jetrl_patch.adapters.vllm.graphs import KEY, mark_settings, prove_graphs
+from jetrl_patch.errors import ConflictError, ModelError
 from jetrl_patch.measure.parity import Job
 
 #: what vLLM's own hash does not see, beside the first of them
@@ -52,3 +63,192 @@ def test_a_worker_names_its_own(checkpoint: Any, engine: Any) -> None:
 def test_what_cannot_be_added_to_is_refused() -> None:
     with pytest.raises(ConflictError, match=r"additional_config.*required a dict.*found SimpleNamespace"):
         mark_settings(SimpleNamespace(additional_config=SimpleNamespace()), Config(), "", "")  # type: ignore[arg-type]
+
+
+class Tape:
+    """The model inside vLLM's wrapper: remembers how it was called last."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.last = model, ({}, None, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        output = self.model(**inputs)
+        self.last = inputs, get_forward_context(), output
+        return output
+
+
+class Graph:
+    """A captured step: a replay reads the tensors and the metadata of the capture, and writes where the capture wrote.
+
+    ``flaw`` changes what one replay computes: called with this graph's number of tokens and its output.
+    """
+
+    flaw: Callable[[int, torch.Tensor], None]
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape, self.replays = tape, 0
+
+    def captured(self) -> None:
+        self.inputs, self.context, self.output = self.tape.last
+
+    def replay(self) -> None:
+        self.replays += 1
+        with override_forward_context(self.context):
+            self.output.copy_(self.tape.model(**self.inputs))
+        self.flaw(len(self.output), self.output)
+
+
+SIZES = [1, 2, 4]
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, Graph]]:
+    """``capture(worker, flaw)``: vLLM's own runner captures decoding steps of ``SIZES``; returns the graphs."""
+
+    @contextmanager
+    def capturing(graph: Graph, pool: Any, stream: Any) -> Iterator[None]:
+        yield
+        graph.captured()
+
+    def capture(worker: Any, flaw: Any = lambda size, output: None) -> dict[int, Graph]:
+        runner, tape = worker.model_runner, Tape(worker.model_runner.model)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(tape))
+        monkeypatch.setattr(torch.cuda, "graph", capturing)
+        monkeypatch.setattr(Graph, "flaw", staticmethod(flaw), raising=False)
+        for name in ("current_stream", "set_graph_pool_id"):
+            monkeypatch.setattr(cuda_graph, name, lambda *_: None)
+        monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
+        monkeypatch.setattr(type(cuda_graph.current_platform), "graph_pool_handle", lambda self: object())
+        worker.model_config.enforce_eager = False
+        settings = runner.compilation_config
+        settings.cudagraph_mode, settings.cudagraph_capture_sizes = CUDAGraphMode.FULL_DECODE_ONLY, SIZES
+        settings.max_cudagraph_capture_size = SIZES[-1]
+        runner.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY)
+        runner.model = wrapper = CUDAGraphWrapper(tape, runner.vllm_config, CUDAGraphMode.FULL)
+        set_cudagraph_capturing_enabled(True)
+        for size in reversed(SIZES):
+            full = {"cudagraph_runtime_mode": CUDAGraphMode.FULL, "uniform_decode": True, "is_graph_capturing": True}
+            runner._dummy_run(size, skip_eplb=True, remove_lora=False, **full)
+        set_cudagraph_capturing_enabled(False)
+        return {key.num_tokens: entry.cudagraph for key, entry in wrapper.concrete_cudagraph_entries.items()}
+
+    return capture
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def greedy(llm: Any) -> list[tuple[list[int], list[float]]]:
+    """Four prompts of different lengths, which end at different steps: batches of 4, 3 (padded to 4), 2 and 1."""
+    from vllm import SamplingParams
+
+    prompts = [list(range(5, 5 + length)) for length in (3, 40, 7, 21)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+        for tokens in (12, 9, 6, 3)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    done = [output.outputs[0] for output in outputs]
+    return [(list(o.token_ids), [e[t].logprob for e, t in zip(o.logprobs, o.token_ids)]) for o in done]
+
+
+@pytest.mark.e2e
+def test_graphs_that_are_proven_serve_with_the_bits_of_eager_steps(
+    checkpoint: Any, engine: Any, capture: Callable[..., dict[int, Graph]], caplog: pytest.LogCaptureFixture
+) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    llm = engine(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, batch=4))
+    worker, eager = worker_of(llm), greedy(llm)
+    captured = capture(worker)
+    assert sorted(captured) == SIZES and not any(graph.replays for graph in captured.values())
+    with caplog.at_level("INFO", logger="vllm.jetrl_patch"):
+        prove_graphs(worker)
+    assert "the CUDA graphs of 3 decoding steps have the bits of the eager steps" in caplog.text
+    assert [graph.replays for graph in captured.values()] == [1, 1, 1]
+    assert isinstance(worker.model_runner.model, CUDAGraphWrapper) and not worker.model_config.enforce_eager
+    assert not any(cache[0].any() for cache in worker.model_runner.kv_caches)  # as before the trial
+    assert greedy(llm) == eager
+    assert all(graph.replays > 1 for graph in captured.values())
+
+
+def one_bit(size: int, output: torch.Tensor) -> None:
+    if size == 2:
+        output.view(torch.int16)[1, 7] ^= 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("way", ["one bit of one graph", "an input that was baked in", "another rank"])
+def test_a_graph_with_other_bits_never_serves(
+    way: str,
+    checkpoint: Any,
+    engine: Any,
+    capture: Callable[..., dict[int, Graph]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    llm = engine(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, batch=4))
+    worker, eager = worker_of(llm), greedy(llm)
+    captured = capture(worker, one_bit if way == "one bit of one graph" else lambda size, output: None)
+    words = "those for [2] tokens differ from the eager step (rank 0)"
+    if way == "another rank":
+        monkeypatch.setattr(graphs, "gathered", lambda mine: [mine, [4]])
+        words = "those for [4] tokens differ from the eager step (rank 1)"
+    elif way == "an input that was baked in":
+        captured[2].inputs["positions"] = captured[2].inputs["positions"].clone()
+    with caplog.at_level("INFO", logger="vllm.jetrl_patch"):
+        prove_graphs(worker)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"jetrl_patch: decoding runs eagerly, without CUDA graphs: of 3, {words}"
+    assert worker.model_config.enforce_eager and not worker.model_runner.model.concrete_cudagraph_entries
+    assert worker.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert greedy(llm) == eager
+    assert [graph.replays for graph in captured.values()] == [1, 1, 1]  # in the trial
+    prove_graphs(worker)
+    assert [graph.replays for graph in captured.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("setting", "falls_back"), [("auto", True), (True, False)])
+def test_experts_in_bf16_keep_an_engine_eager(
+    setting: Any, falls_back: bool, monkeypatch: pytest.MonkeyPatch, checkpoint: Any, engine: Any
+) -> None:
+    """They run one by one, as many as have tokens: no graph can hold that. Only ``decode_graphs=True`` makes it an error."""
+    from jetrl_patch.adapters.vllm import experts, worker
+
+    said: list[str] = []
+
+    def refuse(model: Any, eager: bool) -> None:
+        raise ModelError("BF16 experts")
+
+    monkeypatch.setattr(experts, "check_eager", refuse)
+    monkeypatch.setattr(worker, "run_eagerly", lambda worker, why: said.append(why))
+    jetrl_patch.enable(precision="fp8-unified", decode_graphs=setting)
+    job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
+    if falls_back:
+        engine(job)
+        assert said == ["BF16 experts"]
+    else:
+        with pytest.raises(ModelError, match="BF16 experts"):
+            engine(job)
+
+
+def test_the_proof_runs_where_vllm_has_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    done: list[Any] = []
+    original = Worker.compile_or_warm_up_model
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda self: done.append("captured") or 7)
+    monkeypatch.setattr(graphs, "prove_graphs", lambda worker: done.append("proven"))
+    jetrl_patch.enable(precision="fp8-unified")
+    assert Worker.compile_or_warm_up_model(object()) == 7 and done == ["captured", "proven"]
+    jetrl_patch.disable()
+    for settings in ({"decode_graphs": False}, {"align": "linear"}, {"guard_sqnr": 20.0}):
+        jetrl_patch.enable(precision="fp8-unified", **settings)
+        done.clear()
+        assert Worker.compile_or_warm_up_model(object()) == 7 and done == ["captured"]
+        jetrl_patch.disable()
+    assert original is not None

@@ -1,0 +1,206 @@
+"""The engine's graphs: CUDA graphs of decoding steps in exact mode, proven at load, and the names of compiled graphs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.forward_context import get_forward_context
+
+from jetrl_patch.adapters.vllm import formats
+from jetrl_patch.adapters.vllm.ranks import gathered
+from jetrl_patch.errors import ConflictError, explain
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from jetrl_patch.config import Config
+
+__all__ = ["asks_for_graphs", "capture_decoding", "mark_settings", "prove_graphs", "run_eagerly"]
+
+logger = logging.getLogger(__name__)
+
+# ---- Ask vLLM for graphs -------------------------------------------------------------------------
+# A graph records the kernel launches of a decoding step, one new token per request. Grids follow from shapes, and no op reads
+# anything back, so a replay runs the same kernels on whatever the input buffers hold. Prefill and mixed steps run eagerly.
+
+#: capture modes that a framework sets for its users: verl sets the first, which is also vLLM's default
+_DEFAULTS = (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY)
+
+
+def asks_for_graphs(args: EngineArgs, config: Config) -> bool:
+    """Whether an exact engine on a GPU captures graphs. ``decode_graphs="auto"`` follows the engine's own settings."""
+    if config.decode_graphs is True:
+        return True
+    return config.may_capture and not args.enforce_eager and args.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+
+
+def capture_decoding(args: EngineArgs, config: Config) -> None:
+    """Have vLLM capture whole decoding steps in CUDA graphs and compile nothing, because a compiler changes the rounding.
+
+    Raises:
+        ConflictError: ``decode_graphs=True`` and the engine's settings ask for a compilation, or for another way to capture.
+            With ``"auto"`` they are overridden, with a warning.
+    """
+    settings = args.compilation_config
+    if settings.mode not in (None, CompilationMode.NONE):
+        _override(
+            config,
+            "mode",
+            required="NONE (a compiler fuses ops and changes their rounding)",
+            found=settings.mode.name,
+            fix="leave it unset",
+        )
+    if settings.cudagraph_mode not in (None, *_DEFAULTS):
+        _override(
+            config,
+            "cudagraph_mode",
+            required="FULL_DECODE_ONLY (prefill and mixed steps run eagerly)",
+            found=str(settings.cudagraph_mode),
+            fix="leave it unset, or set decode_graphs=False",
+        )
+    if args.enforce_eager:
+        logger.warning("jetrl_patch: set enforce_eager=False, because decode_graphs=True replays decoding steps from CUDA graphs")
+    settings.mode, settings.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
+    args.enforce_eager = False
+
+
+def _override(config: Config, name: str, *, required: str, found: str, fix: str) -> None:
+    what = f"vLLM compilation_config.{name} with decode_graphs={config.decode_graphs!r}"
+    if config.decode_graphs is True:
+        raise ConflictError(explain(what, required=required, found=found, fix=fix))
+    logger.warning("jetrl_patch: %s: set %s instead of %s", what, required, found)
+
+
+# ---- Prove them at load --------------------------------------------------------------------------
+# Each captured step runs once more with other inputs than at its capture: random tokens, positions, lengths, keys and values.
+# The eager step runs on the same inputs. If one bit of the hidden states differs on one rank, all ranks run eagerly from then on.
+# What follows the hidden states (the head and the sampler) is never captured.
+#
+# vLLM's dummy step has all requests read block 0 of the KV cache, which no request owns, and write nowhere.
+
+#: longest context of the trial, in tokens
+_LONGEST = 2048
+
+
+def prove_graphs(worker: Any) -> None:
+    """Compare every captured step of a loaded worker with the eager one, bit for bit. A difference turns the graphs off.
+
+    The ranks decide together, so all of them must call this.
+    """
+    runner: GPUModelRunner = worker.model_runner
+    sizes = sorted(key.num_tokens for key in runner.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.FULL])
+    if worker.vllm_config.model_config.enforce_eager or not sizes:
+        return
+    start = time.monotonic()
+    differ = _different(runner, sizes)
+    for rank, found in enumerate(gathered(differ)):
+        if found:
+            run_eagerly(worker, f"of {len(sizes)}, those for {found} tokens differ from the eager step (rank {rank})")
+            return
+    words = "jetrl_patch: the CUDA graphs of %d decoding steps have the bits of the eager steps, tried in %.1f s"
+    formats.logger.info(words, len(sizes), time.monotonic() - start)
+
+
+def run_eagerly(worker: Any, why: str) -> None:
+    """Make a loaded worker run all steps eagerly, whether or not it has captured graphs. Says so in one line."""
+    runner: GPUModelRunner = worker.model_runner
+    worker.vllm_config.model_config.enforce_eager = True
+    worker.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    runner.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)  # from now on it sends no step to a graph
+    if isinstance(runner.model, CUDAGraphWrapper):
+        runner.model.clear_graphs()
+    formats.logger.warning("jetrl_patch: decoding runs eagerly, without CUDA graphs: %s", why)
+
+
+def _different(runner: Any, sizes: list[int]) -> list[int]:
+    """The sizes whose graphs compute other bits. A rank that has found one goes on, because the others wait for it."""
+    wrapper, vocabulary = runner.model, runner.model_config.get_vocab_size()
+    runner.model = compared = _Compared(wrapper, vocabulary, runner.model_config.max_model_len)
+    blocks = [cache[:1] for cache in runner.kv_caches]
+    generator = torch.Generator("cpu").manual_seed(0)
+    try:
+        for block in blocks:
+            block.copy_(torch.randn(block.shape, generator=generator, device="cpu"))
+        for size in sizes:
+            runner._dummy_run(
+                size,
+                cudagraph_runtime_mode=CUDAGraphMode.FULL,
+                uniform_decode=True,
+                allow_microbatching=False,
+                skip_eplb=True,
+                remove_lora=False,
+            )
+    finally:
+        runner.model = wrapper
+        for block in blocks:
+            block.zero_()
+    assert len(compared.equal) == len(sizes)
+    return [size for size, equal in zip(sizes, compared.equal, strict=True) if not equal]
+
+
+class _Compared:
+    """Takes the model's place in a step: runs it eagerly, then from its graph, on the same random inputs."""
+
+    def __init__(self, wrapper: CUDAGraphWrapper, vocabulary: int, longest: int) -> None:
+        self.wrapper, self.vocabulary, self.longest = wrapper, vocabulary, min(longest, _LONGEST)
+        self.equal: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapper, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        self._fill(**inputs)
+        eager, replayed = self.wrapper.unwrap()(**inputs), self.wrapper(**inputs)
+        self.equal.append(torch.equal(eager.view(torch.uint8), replayed.view(torch.uint8)))
+        return replayed
+
+    def _fill(self, positions: torch.Tensor, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> None:
+        """Write inputs into the buffers that the graph reads. They are equal on all ranks."""
+        steps: Any = get_forward_context().attn_metadata
+        generator = torch.Generator("cpu").manual_seed(positions.shape[-1])
+        lengths = torch.randint(1, self.longest + 1, (positions.shape[-1],), generator=generator, device="cpu")
+        for step in steps.values():
+            step.seq_lens.copy_(lengths)
+        positions.copy_(lengths - 1)
+        if input_ids is not None:
+            tokens = torch.randint(0, self.vocabulary, input_ids.shape, generator=generator, device="cpu")
+            input_ids.copy_(tokens)
+        if inputs_embeds is not None:
+            inputs_embeds.copy_(torch.randn(inputs_embeds.shape, generator=generator, device="cpu"))
+
+
+# ---- Keep vLLM from serving a graph that it compiled under other settings ------------------------
+# vLLM keeps compiled graphs on disk and finds them by a hash of its configuration. The hash leaves out the quantization's own
+# settings (``VllmConfig.compute_hash``) and this plugin's. The scale format, the backend and what is fused are constants of the
+# graph: without this, an engine would go on computing with those of an earlier run.
+
+#: our key in ``additional_config``, of which vLLM hashes all
+KEY = "jetrl_patch"
+
+
+def mark_settings(vllm_config: VllmConfig, config: Config, backend: str, attention: str) -> None:
+    """Add every setting, and what a worker has chosen on its device, to what the names of compiled graphs depend on.
+
+    Call it in the worker before its first step, which compiles.
+
+    Raises:
+        ConflictError: ``additional_config`` is no dict, so that nothing can be added to it.
+    """
+    given: Any = vllm_config.additional_config
+    if not isinstance(given, dict):
+        raise ConflictError(
+            explain(
+                "vLLM additional_config with a quantized rollout",
+                required="a dict, to which the settings of jetrl_patch are added",
+                found=type(given).__name__,
+                fix="leave it unset, or give a dict",
+            )
+        )
+    vllm_config.additional_config = {**given, KEY: {**config.to_env(), "backend": backend, "attention": attention}}
