@@ -52,9 +52,9 @@ class TransformersAdapter(Adapter):
 
     def services(self) -> Services:
         """Offer model conversion and scoring."""
-        from jetrl_patch.adapters.transformers import services
+        from jetrl_patch.adapters.transformers import parity
 
-        return Services(models=services)
+        return Services(models=parity)
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """In exact mode, the search for packed rows."""

@@ -7,33 +7,24 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.vllm.compat import normalize_in_processor
-from jetrl_patch.adapters.vllm.live import keep_latent_weight, keep_live_weight
-from jetrl_patch.adapters.vllm.queues import create_mp_lock, finished_procs, init_cpu_shm, wait_until_ready
+from jetrl_patch.adapters.vllm.fixes import (
+    create_mp_lock,
+    decorate_for_torch_compile,
+    finished_procs,
+    in_two_dimensions,
+    init_cpu_shm,
+    keep_latent_weight,
+    keep_live_weight,
+    normalize_in_processor,
+    wait_until_ready,
+)
 from jetrl_patch.adapters.vllm.shards import REGISTRIES
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
 
-__all__ = ["ADAPTER", "VllmAdapter", "in_two_dimensions"]
+__all__ = ["ADAPTER", "VllmAdapter"]
 
 
-# ---- vLLM's rotary embedding on a CPU, for queries that have a dimension for their heads, as in latent attention
-# The kernel takes the row of a query [T, heads, width] for as long as that of one head, and rotates other numbers (seen in
-# 0.30; no error says so). In two dimensions, [T, heads * width], it is right.
-
-def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``RotaryEmbedding.forward_cpu``. What it returns counts: of a query in slices it rotates a copy."""
-
-    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
-        rotated = original(self, positions, *flat)
-        query_out, key_out = (x if x is None else x.view(old.shape) for x, old in zip(rotated, (query, key), strict=True))
-        return query_out, key_out
-
-    return forward_cpu
-
-
-# ---- The vLLM adapter: its patches, and its entries in vLLM's registries -------------------------
 # It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
 # of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
 # ``install`` runs when vLLM loads its plugins or builds an engine, not on import.
@@ -53,9 +44,9 @@ class VllmAdapter(Adapter):
 
     def services(self) -> Services:
         """Offer the rollout engine."""
-        from jetrl_patch.adapters.vllm import services
+        from jetrl_patch.adapters.vllm import sample
 
-        return Services(rollout=services)
+        return Services(rollout=sample)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Remember the session. ``install`` fills the registries later."""
@@ -194,18 +185,10 @@ class VllmAdapter(Adapter):
         )
 
 
-def _decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    def decorate_for_torch_compile(self: Any) -> None:
-        if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
-            original(self)
-
-    return decorate_for_torch_compile
-
-
 _LEAVE_TRANSFORMERS_ALONE = Patch(
     module="vllm.model_executor.models.transformers.base",
     attr="Base._decorate_for_torch_compile",
-    make=_decorate_for_torch_compile,
+    make=decorate_for_torch_compile,
     reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "
     "the same process can no longer build that model. Engines that compile are not covered",
     upstream=NO_REPORT,

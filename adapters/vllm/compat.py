@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -14,10 +13,9 @@ from jetrl_patch.patching.patch import Difference
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
 
 __all__ = [
-    "DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "normalize_in_processor", "paged_keys_and_values",
+    "DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "paged_keys_and_values",
     "routes_error", "sequence_parallel",
 ]  # fmt: skip
 
@@ -87,21 +85,6 @@ def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
         if getattr(config, name, False):
             found.append(name)
     return found
-
-
-def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineArgs.create_engine_config``: let the processor of images normalize pixels, as the trainer's does.
-
-    Where the model does it, the mean and the deviation are buffers that no checkpoint holds. ``load_format="dummy"``, verl's
-    default, fills them with noise, and no weight sync repairs them. vLLM's default is True in some releases.
-    """
-
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "mm_device_do_normalize", False) is not False:
-            self.mm_device_do_normalize = False
-        return original(self, *args, **kwargs)
-
-    return create_engine_config
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.arguments import kv_cache_error
-from jetrl_patch.adapters.vllm.compat import routes_error, sequence_parallel
-from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
+from jetrl_patch.adapters.vllm.compat import backends_per_kind, routes_error, sequence_parallel
 from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.quant import quantization_name
+from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.fp8.mixture import ExpertSplit
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["check_engine", "check_resolved", "prepare_arguments", "set_arguments"]
+__all__ = ["check_engine", "check_resolved", "choose_attention", "device_problems", "prepare_arguments", "set_arguments"]
 
 
 # ---- The rollout's FP16 dtype, KV cache and head dtype: set before vLLM resolves its arguments, checked after
@@ -116,7 +116,6 @@ def _on_cpu() -> bool:
 # Runs in the process that builds the engine, before a worker starts, so that errors appear where the user sees them.
 
 
-
 def prepare_arguments(args: EngineArgs, config: Config) -> None:
     """Set the quantization, and eager mode if compilation would change rounding, before vLLM resolves the arguments.
 
@@ -175,6 +174,35 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             else "jetrl_patch: set enforce_eager=True, because the quantized CPU kernels cannot be traced"
         )
         args.enforce_eager = True
+
+
+def choose_attention(args: EngineArgs) -> None:
+    """Select the exact attention on CUDA, where vLLM knows it as CUSTOM. On CPU it replaces vLLM's only backend.
+
+    Raises:
+        ConflictError: another attention backend is set.
+    """
+    from vllm.config import AttentionConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if current_platform.is_cpu():
+        return
+    ours = AttentionBackendEnum.CUSTOM
+    settings: Any = args.attention_config
+    asked = [AttentionConfig.validate_backend_before(args.attention_backend), settings.backend]
+    other = [b for b in (*asked, *backends_per_kind(settings)) if b not in (None, ours)]
+    if other:
+        raise ConflictError(
+            explain(
+                "vLLM attention backend",
+                required="the exact attention, for align='exact'",
+                found=getattr(other[0], "name", other[0]),
+                fix="leave the attention backend unset, or use align='linear'",
+            )
+        )
+    if settings.backend is None:
+        args.attention_backend = ours
 
 
 def check_engine(vllm_config: VllmConfig, config: Config) -> None:
@@ -279,6 +307,18 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         )
 
 
+def device_problems(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if the device lacks the exact ops, ModelError if no attention kernel fits the head width."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    refuse_exact_on("cuda" if current_platform.is_cuda() else current_platform.device_type)
+    from jetrl_patch.kernels.attention import check_head_dim
+
+    check_head_dim(vllm_config.model_config.get_head_size())
+
+
 def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
     """Return row-parallel block layers whose share of K is not a multiple of 128 (``method`` checks the others).
 
@@ -289,7 +329,6 @@ def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -
         return []
     split = FAMILIES.get(whole.model_type, LLAMA_LIKE).split_layers(hf_config)
     return [name for name, k in split.items() if k % tp == 0 and is_cut(name, k, tp) and is_quantized(name, exclude)]
-
 
 
 

@@ -246,7 +246,7 @@ def _exact(journal: Journal) -> None:
     place, ours = (
         (backends.CPU_ATTN, "attention.ExactCPUAttentionBackend")
         if on_cpu
-        else (backends.CUSTOM, "attention_cuda.ExactCudaAttentionBackend")
+        else (backends.CUSTOM, "attention.ExactCudaAttentionBackend")
     )
     if not on_cpu:
         for name, reason in _OFF.items():

@@ -1,4 +1,4 @@
-"""Sampling with vLLM for ``jetrl parity``: tokens and their rollout log-probs."""
+"""What this adapter offers as ``jetrl_patch.registry.Rollout``; sampling with vLLM, for ``jetrl parity``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jetrl_patch.adapters.vllm import compat
+from jetrl_patch.adapters.vllm.arguments import argument_problems, kv_cache_error
+from jetrl_patch.adapters.vllm.compat import routes_error
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
 from jetrl_patch.models.structure import expert_sizes
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
-__all__ = ["build_engine", "generate", "sample"]
+__all__ = ["argument_problems", "build_engine", "generate", "kv_cache_error", "routes_error", "sample"]
 
 #: of a GPU's memory for the engine; the rest is the trainer's, whose weights and gradients come into the same process
 SHARE = 0.4
@@ -92,7 +93,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
     }
     settings |= {"kv_cache_memory_bytes": 1 << 29} if _on_cpu() else {"gpu_memory_utilization": SHARE}
     stock = STOCK[job.stock].engine if job.stock else ()
-    if not stock and expert_sizes(_config(job.model)) is not None and compat.routes_error() is None:
+    if not stock and expert_sizes(_config(job.model)) is not None and routes_error() is None:
         settings["enable_return_routed_experts"] = True
     settings.update(stock)
     settings.update(job.engine)

@@ -1,29 +1,150 @@
-"""What a vLLM worker gets once its model is loaded: a weight receiver, a report, compiled kernels, and graphs of its own."""
+"""What a vLLM worker gets once its model is loaded: the rest of exact mode, tried ops, compiled kernels, a weight receiver."""
 
 from __future__ import annotations
 
 import functools
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.platforms import current_platform
 
 from jetrl_patch import session
+from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, check_eager, expert_modules, finish
+from jetrl_patch.adapters.vllm.fixes import keep_live_experts
 from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
+from jetrl_patch.adapters.vllm.fused import fuse, keep_equal
 from jetrl_patch.adapters.vllm.graphs import mark_settings, run_eagerly
+from jetrl_patch.adapters.vllm.install import VllmInstaller
 from jetrl_patch.adapters.vllm.method import quantized_modules
-from jetrl_patch.adapters.vllm.ranks import ExactRowParallelLinear
+from jetrl_patch.adapters.vllm.ops import ExactRMSNorm
+from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
+from jetrl_patch.adapters.vllm.ranks import ExactRowParallelLinear, choose_sum, gathered
+from jetrl_patch.backends import choose_backend
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError, NotPatchedError
+from jetrl_patch.errors import ModelError, NotPatchedError, explain
+from jetrl_patch.exact import trial
 from jetrl_patch.exact.dispatch import chosen_attention
+from jetrl_patch.exact.modules import ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
-from jetrl_patch.models.families import LLAMA_LIKE, family_of
+from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
 
-__all__ = ["attach", "jetrl_report", "warm_up"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = [
+    "attach", "finish_model", "finish_routing", "finish_transformers", "jetrl_report", "rank_sizes", "require_attention",
+    "try_ops", "warm_up",
+]  # fmt: skip
+
+
+# ---- Finish exact mode for models that vLLM runs through its transformers backend ----------------
+# vLLM replaces linears, norms, MLPs and attention in transformers' model with its own, most of which the table of
+# out-of-tree ops makes exact. Two remain after loading: the rotary embedding, which is still transformers' module and needs
+# the trainer's swap, and the norms, a subclass whose name is not in the table.
+
+def finish_transformers(model: nn.Module, family: Family) -> None:
+    """Swap the remaining modules of a loaded model, in place.
+
+    Raises:
+        ModelError: a transformers module has no exact counterpart; the error names it.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind == family.rotary:
+            swap(module, ExactRotary)
+        elif isinstance(module, RMSNorm) and not isinstance(module, ExactRMSNorm):
+            swap(module, ExactRMSNorm)
+        elif kind == family.norm or isinstance(module, nn.Linear) or hasattr(module, "gate_proj"):
+            raise ModelError(
+                explain(
+                    f"align='exact' of {name} in vLLM's transformers backend",
+                    required="vLLM's own linears, norms and gated MLPs, which it puts into transformers' model",
+                    found=f"transformers' {kind}",
+                    fix="use align='linear'",
+                )
+            )
+
+
+# ---- Exact routing by a sigmoid, in models whose router vLLM builds as torch's own linear layer in FP32
+# vLLM rounds the sum over the routed experts to BF16 and then multiplies it by the model's factor. The trainer multiplies the
+# routing weights, in FP32, so that the sum is rounded once. Here the factor moves from vLLM's runner to the experts method.
+
+def finish_routing(model: nn.Module) -> None:
+    """Swap the routers of a loaded model and move its factors, in place. A second call changes nothing."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            swap(module, ExactScores)
+        elif isinstance(module, MoERunner):
+            method = module.routed_experts.quant_method
+            assert isinstance(method, QuantizedExpertsMethod)
+            method.scale, module.routed_scaling_factor = method.scale * module.routed_scaling_factor, 1.0
+
+
+def finish_model(worker: Any) -> None:
+    """Make exact the modules of a loaded worker that vLLM's registries do not reach. Raises ModelError if it cannot."""
+    family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
+    if family.rollout == "transformers":
+        finish_transformers(worker.model_runner.get_model(), family)
+    elif family.chooser:
+        finish_routing(worker.model_runner.get_model())
+
+
+# ---- Test the exact ops of a loaded model before it serves ---------------------------------------
+
+def rank_sizes(vllm_config: VllmConfig) -> Any:
+    """Return the ``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return trial.Sizes(
+        hidden=model.get_hidden_size(),
+        intermediate=model.hf_text_config.intermediate_size // parallel.tensor_parallel_size,
+        heads=model.get_num_attention_heads(parallel),
+        kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        vocab=model.get_vocab_size(),
+    )
+
+
+def require_attention(worker: Any) -> None:
+    """Raise ModelError if a layer of a loaded worker has another attention than the trainer's."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    others = {
+        type(impl).__name__
+        for layer in layers.values()
+        if (impl := getattr(layer, "impl", None)) is not None and not getattr(impl, "jetrl_exact", False)
+    }
+    if others:
+        raise ModelError(
+            explain(
+                "align='exact' in a vLLM worker",
+                required="the attention that the trainer computes",
+                found=", ".join(sorted(others)),
+                fix="leave the attention backend unset, or use align='linear'",
+            )
+        )
+
+
+def try_ops(worker: Any, config: Config) -> None:
+    """Choose the attention and the sum over ranks of a loaded worker, and test the ops on its device. Does nothing on a CPU.
+
+    Raises:
+        ConfigError: as ``choice.choose_attention``.
+        ModelError: an op depends on its batch.
+    """
+    if not current_platform.is_cpu():
+        sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or trial.PAGE
+        trial.choose_attention(config.exact_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
+        trial.require_exact_ops(sizes, worker.device, page)
+        choose_sum(worker.device)
+        keep_equal(worker.model_runner.get_model())
 
 
 # ---- Compile the FP8 kernels of a loaded model before it serves ----------------------------------
@@ -71,13 +192,6 @@ def attach(worker: Any, config: Config) -> None:
             another one, or an op is not exact on this device.
         ConflictError: as ``graphs.mark_settings``.
     """
-    from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules, finish
-    from jetrl_patch.adapters.vllm.fused import fuse
-    from jetrl_patch.adapters.vllm.install import VllmInstaller
-    from jetrl_patch.adapters.vllm.live import keep_live_experts
-    from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
-    from jetrl_patch.adapters.vllm.ranks import gathered
-
     model = worker.model_runner.get_model()
     installer = VllmInstaller(model)
     layers = installer.quantized_layers()
@@ -100,15 +214,11 @@ def attach(worker: Any, config: Config) -> None:
     else:
         keep_live_experts(model)
     if config.exact:
-        from jetrl_patch.adapters.vllm.exact import finish_model, require_attention
-
         finish_model(worker)
         require_attention(worker)
     if config.quantized_rollout and not worker.vllm_config.model_config.using_transformers_backend():
         fuse(model, family_of(worker.vllm_config.model_config.hf_config) or LLAMA_LIKE)
     if config.exact:
-        from jetrl_patch.adapters.vllm.exact import try_ops
-
         try_ops(worker, config)
     if config.quantized_rollout:
         warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
@@ -130,8 +240,6 @@ def attach(worker: Any, config: Config) -> None:
 def _backend(config: Config, worker: Any) -> str:
     if config.format is not None and config.format.own_product:
         return config.format.own_product
-    from jetrl_patch.backends import choose_backend
-
     return choose_backend(config.backend, worker.device.type)
 
 
@@ -144,8 +252,6 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend``, ``attention``,
         ``state`` of the weights and ``held``, the identity of the last sync where the next may send changes only.
     """
-    from vllm.distributed import get_tensor_model_parallel_rank
-
     receiver = worker.jetrl_receiver
     status = session.status()
     return {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jetrl_patch import Config, progress
-from jetrl_patch.adapters.transformers.score import score
+from jetrl_patch.adapters.transformers.parity import score
 from jetrl_patch.cli.parity import cli, run
 from jetrl_patch.cli.parity.run import relayed
 from jetrl_patch.measure.parity import Job, Sample, Sampled

@@ -133,7 +133,7 @@ def test_pixels_are_normalized_by_the_processor(tmp_path: Any, config: Config) -
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.vision import FusedInputNorm
 
-    from jetrl_patch.adapters.vllm.compat import normalize_in_processor
+    from jetrl_patch.adapters.vllm.fixes import normalize_in_processor
 
     session.enable(config)
     assert {"weight", "bias"} <= set(FusedInputNorm([0.5] * 3, [0.5] * 3, 1 / 255).state_dict())

@@ -18,8 +18,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 
 import jetrl_patch
-from jetrl_patch.adapters.vllm import engine, exact, graphs
-from jetrl_patch.adapters.vllm.attention_cuda import (
+from jetrl_patch.adapters.vllm import engine, graphs, worker
+from jetrl_patch.adapters.vllm.attention import (
     ExactCudaAttentionBackend,
     ExactCudaAttentionBuilder,
     ExactCudaAttentionImpl,
@@ -157,10 +157,10 @@ def arguments(attention_backend: Any = None, backend: Any = None, **later: Any) 
 def test_ours_is_chosen_unless_another_was_asked_for() -> None:
     ours = AttentionBackendEnum.CUSTOM
     for args in (arguments(), arguments(backend_per_kind={}), arguments("auto"), arguments(ours), arguments("CUSTOM")):
-        exact.choose_attention(args)
+        engine.choose_attention(args)
         assert args.attention_backend == ours
     kept = arguments(backend=ours)
-    exact.choose_attention(kept)
+    engine.choose_attention(kept)
     assert kept.attention_backend is None  # vLLM takes one of the two only
     flash = AttentionBackendEnum.FLASH_ATTN
     for args in (
@@ -169,7 +169,7 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
         arguments(backend_per_kind={"full_attention": flash}),
     ):
         with pytest.raises(ConflictError, match="required the exact attention, for align='exact', found FLASH_ATTN"):
-            exact.choose_attention(args)
+            engine.choose_attention(args)
 
 
 def test_vllm_captures_whole_decoding_steps_and_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +240,7 @@ def test_a_worker_with_another_attention_does_not_serve() -> None:
     layers = {"a": SimpleNamespace(impl=object()), "b": SimpleNamespace()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     with pytest.raises(ModelError, match=r"found object\. Leave the attention backend unset"):
-        exact.require_attention(SimpleNamespace(vllm_config=config))
+        worker.require_attention(SimpleNamespace(vllm_config=config))
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -290,7 +290,7 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
     jetrl_patch.enable(precision="fp8-unified")
     found = EngineArgs(model=checkpoint("qwen3"), skip_tokenizer_init=True, max_model_len=128).create_engine_config()
     hf = found.model_config.hf_text_config
-    one = exact.rank_sizes(found)
+    one = worker.rank_sizes(found)
     assert one[:5] == (
         hf.hidden_size,
         hf.intermediate_size,
@@ -300,7 +300,7 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
     )
     assert one.vocab == hf.vocab_size
     found.parallel_config.tensor_parallel_size = 2
-    half = exact.rank_sizes(found)
+    half = worker.rank_sizes(found)
     assert (half.intermediate, half.heads, half.kv_heads) == tuple(
         n // 2 for n in (hf.intermediate_size, hf.num_attention_heads, hf.num_key_value_heads)
     )
@@ -308,7 +308,7 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
 
 @pytest.mark.usefixtures("on_cuda")
 def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "refuse_exact_on", lambda kind: None)
+    monkeypatch.setattr(engine, "refuse_exact_on", lambda kind: None)
     config = SimpleNamespace(model_config=SimpleNamespace(get_head_size=lambda: 96))
     with pytest.raises(ModelError, match="head dimension 64 or 128, found 96"):
-        exact.device_problems(config)
+        engine.device_problems(config)

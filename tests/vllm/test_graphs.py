@@ -217,14 +217,14 @@ def test_experts_in_bf16_keep_an_engine_eager(
     setting: Any, falls_back: bool, monkeypatch: pytest.MonkeyPatch, checkpoint: Any, engine: Any
 ) -> None:
     """They run one by one, as many as have tokens: no graph can hold that. Only ``decode_graphs=True`` makes it an error."""
-    from jetrl_patch.adapters.vllm import experts, worker
+    from jetrl_patch.adapters.vllm import worker
 
     said: list[str] = []
 
     def refuse(model: Any, eager: bool) -> None:
         raise ModelError("BF16 experts")
 
-    monkeypatch.setattr(experts, "check_eager", refuse)
+    monkeypatch.setattr(worker, "check_eager", refuse)
     monkeypatch.setattr(worker, "run_eagerly", lambda worker, why: said.append(why))
     jetrl_patch.enable(precision="fp8-unified", decode_graphs=setting)
     job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)

@@ -14,7 +14,7 @@ from torch import nn
 
 import jetrl_patch
 from jetrl_patch.adapters.vllm import install, postload
-from jetrl_patch.adapters.vllm.live import keep_latent_weight
+from jetrl_patch.adapters.vllm.fixes import keep_latent_weight
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.errors import ModelError
 from jetrl_patch.measure.parity import Job
