@@ -1,1 +1,1 @@
-"""vLLM: the rollout's FP8 linears, its exact ops, and its end of the weight sync."""
+"""vLLM: the rollout's FP8 linears, its exact ops, and its side of the weight sync."""

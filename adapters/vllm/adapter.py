@@ -1,4 +1,9 @@
-"""The vLLM adapter: its patches, and its entries in vLLM's registries."""
+"""The vLLM adapter: its patches, and its entries in vLLM's registries.
+
+It uses vLLM's extension points where they exist: the registries of quantizations, out-of-tree ops and attention backends. The
+entries are subclasses of vLLM's own classes, so vLLM must be fully imported first. That is why ``install`` runs when vLLM loads
+its plugins or builds an engine, and not on import.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +30,11 @@ from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
 __all__ = ["ADAPTER", "VllmAdapter"]
 
 
-# It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
-# of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
-# ``install`` runs when vLLM loads its plugins or builds an engine, not on import.
-
 _ON_CPU = "weight syncs on a CPU"
 
 
 class VllmAdapter(Adapter):
-    """The adapter; see the module docstring."""
+    """Patches vLLM and fills its registries."""
 
     name = "vllm"
     requires = ("torch", "vllm")
@@ -49,16 +50,16 @@ class VllmAdapter(Adapter):
         return Services(rollout=sample)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """Remember the session. ``install`` fills the registries later."""
+        """Keep the settings and the journal for ``install``, which fills the registries later."""
         self._session = (config, journal)
 
     def on_undo(self) -> None:
-        """Forget the session."""
+        """Drop them."""
         self._session = None
         REGISTRIES.filled = False
 
     def install(self) -> None:
-        """Fill vLLM's registries. Does nothing if they are filled already or the process is not patched."""
+        """Fill vLLM's registries, unless they are filled or this process is not patched."""
         with self._lock:
             if self._session is None or REGISTRIES.filled:
                 return
@@ -68,14 +69,14 @@ class VllmAdapter(Adapter):
             REGISTRIES.filled = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Patch engine settings and the worker's load and step; repair queues, processes, linears on CPU and more."""
+        """The engine's settings, the worker's load and step, and fixes of vLLM's bugs."""
         return (
             Patch(
                 module="vllm.engine.arg_utils",
                 attr="EngineArgs.create_engine_config",
                 make=functools.partial(_create_engine_config, adapter=self, config=config),
-                reason="without it vLLM builds an unquantized, compiled engine and ignores conflicting settings. A hand-built "
-                "VllmConfig is not covered; its workers refuse to load",
+                reason="without it vLLM builds an unquantized, compiled engine and ignores conflicting settings. Does not cover "
+                "a VllmConfig built by hand, whose workers refuse to load",
                 remove_when="vLLM's EngineArgs.create_engine_config calls general plugins (vllm.general_plugins) before and "
                 "after it builds the VllmConfig",
             ),

@@ -1,8 +1,8 @@
-"""Which arguments of a vLLM engine a quantized mode accepts from the user: the one table, by meaning.
+"""The vLLM engine arguments that a quantized mode accepts from the user, in one table, grouped by meaning.
 
-A training framework passes on arguments that it does not know itself. An argument is accepted only if somebody has thought
-about it; whatever is in no group is refused, also what a later vLLM adds. Names are those of ``EngineArgs`` and of
-``vllm serve``. Importing this file imports no vLLM: a driver and the doctor ask it.
+Training frameworks hand arguments to vLLM unread. Only an argument that somebody has judged is accepted; every other one is
+refused, including those that a later vLLM adds. Names are those of ``EngineArgs`` and ``vllm serve``. Importing this file does
+not import vLLM, because a driver and the doctor use it too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["FREE", "KERNELS", "argument_problems", "kv_cache_error"]
 
 @dataclass(frozen=True)
 class Group:
-    """Arguments that are harmless for one reason.
+    """Arguments that are accepted for one reason.
 
     Attributes:
-        reason: why neither what is computed nor how weights are loaded depends on them.
+        reason: why they affect neither what is computed nor how weights are loaded.
         names: the arguments.
     """
 
@@ -42,17 +42,17 @@ FREE: tuple[Group, ...] = (
         "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override watermark",
     ),
     _group(
-        "when a token is computed and beside which others: an exact op gives a row the same bits in every batch",
+        "when a token is computed and in which batch: an exact op gives a row the same bits in every batch",
         "max_num_seqs max_num_batched_tokens max_num_scheduled_tokens long_prefill_token_threshold enable_chunked_prefill "
         "enable_prefix_caching prefix_caching_hash_algo scheduling_policy async_scheduling scheduler_reserve_full_isl "
         "prefill_schedule_interval stream_interval max_num_queued_reqs max_num_queued_tokens",
     ),
     _group(
-        "how long a sequence may be, how many log-probs a request may ask for, which random numbers draw its tokens",
+        "length of sequences, number of log-probs per request, random seed",
         "max_model_len max_logprobs seed",
     ),
     _group(
-        "graphs and sleeping: exact mode turns compilation off by itself",
+        "CUDA graphs and sleep mode: exact mode turns compilation off by itself",
         "enforce_eager cudagraph_capture_sizes max_cudagraph_capture_size enable_sleep_mode",
     ),
     _group(
@@ -65,7 +65,7 @@ FREE: tuple[Group, ...] = (
         "disable_access_log_for_endpoints",
     ),
     _group(
-        "the HTTP server and the text it makes; trainers ask the engine itself, with token ids",
+        "the HTTP server and its text; trainers call the engine directly, with token ids",
         "host port root_path api_key allowed_origins allowed_methods allowed_headers allow_credentials ssl_keyfile ssl_certfile "
         "ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh disable_fastapi_docs h11_max_incomplete_event_size "
         "h11_max_header_count enable_request_id_headers chat_template chat_template_content_format response_role "
@@ -74,18 +74,18 @@ FREE: tuple[Group, ...] = (
         "enable_prompt_tokens_details enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers",
     ),
     _group(
-        "images, sounds and films: no model of exact mode sees, and elsewhere a difference shows in the metrics",
+        "images, audio and video: exact mode has no vision-language model, and elsewhere a mismatch shows in the metrics",
         "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs "
         "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input",
     ),
     _group(
-        "where files lie, how long processes wait for each other, and on which cores they run",
+        "file locations, timeouts between processes, and CPU affinity",
         "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout fail_on_environ_validation "
         "numa_bind numa_bind_nodes numa_bind_cpus",
     ),
 )
 
-#: accepted where trainer and rollout need not be equal to the bit
+#: accepted unless trainer and rollout must be bit-equal
 KERNELS: tuple[Group, ...] = (
     _group(
         "which kernel of the same formula runs outside the linears",
@@ -94,7 +94,7 @@ KERNELS: tuple[Group, ...] = (
     _group("which tokens may be sampled; a mismatch shows in the metrics", "logits_processors structured_outputs_config"),
 )
 
-#: fields of ``compilation_config`` that say what is captured and when, and not what is computed
+#: fields of ``compilation_config`` that control graph capture and do not change results
 _CAPTURE = frozenset({"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_num_of_warmups"})
 
 
@@ -103,9 +103,9 @@ class _Value:
     """An argument that is accepted with some values.
 
     Attributes:
-        bad: whether a value is refused; called with the value, the settings and the rollout's tensor-parallel size.
-        required: what is accepted.
-        fix: what to do otherwise.
+        bad: (value, settings, tensor-parallel size of the rollout) -> whether the value is refused.
+        required: the accepted values, for the message.
+        fix: what to do about another value.
     """
 
     bad: Callable[[Any, Config, int], bool]
@@ -162,12 +162,12 @@ _VALUES: dict[str, _Value] = {
 def argument_problems(
     given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str]
 ) -> Iterator[JetrlError]:
-    """Yield an error for each engine argument that the mode does not handle. Nothing is refused without a quantized rollout.
+    """Yield an error for each engine argument that the mode does not support. Without a quantized rollout nothing is refused.
 
     Args:
-        given: arguments that the user hands on to vLLM; None leaves vLLM's default.
+        given: the user's arguments for vLLM; None leaves vLLM's default.
         rollout_tp: the tensor-parallel size that the framework itself sets.
-        name: returns the user's name of an argument.
+        name: argument -> the user's name for it.
     """
     if not config.quantized_rollout:
         return
@@ -192,7 +192,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-# ---- Whether this machine has an FP8 KV cache; imports vLLM when asked ---------------------------
+# ---- Whether this machine has an FP8 KV cache; these functions import vLLM -----------------------
 
 def kv_cache_error() -> ConfigError | None:
     """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""
@@ -205,7 +205,7 @@ def kv_cache_error() -> ConfigError | None:
 
 
 def kv_cache_problem() -> str:
-    """Return why vLLM has no FP8 KV cache on this machine. Empty if it has one, or if this process sees no device."""
+    """Return why vLLM has no FP8 KV cache on this machine; empty if it has one, or if this process has no device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():

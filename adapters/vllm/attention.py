@@ -25,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Attention features that change the formula; the exact backends of all devices refuse them by name
+# ---- Features that change the formula: refused by name on every device ----------------------------
 
 def refuse_attention(
     *,
@@ -37,7 +37,7 @@ def refuse_attention(
     kv_sharing_target_layer_name: Any,
     sinks: Any,
 ) -> None:
-    """Raise ModelError for anything but causal BF16 attention over whole contexts. Parameter names are vLLM's."""
+    """Raise ModelError unless this is causal BF16 attention over whole contexts. Parameter names are vLLM's."""
     refused = {
         "ALiBi": alibi_slopes is not None,
         "a sliding window": sliding_window is not None,
@@ -54,7 +54,7 @@ def refuse_attention(
         )
 
 
-# ---- One step of exact attention over vLLM's paged cache, shared by the backends of all devices --
+# ---- One step over vLLM's paged cache, on every device --------------------------------------------
 
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
@@ -62,7 +62,7 @@ def attend(
     """Fill ``output [T, H, D]`` in place and return it.
 
     Args:
-        query: ``[T, H, D]``; rows after ``step.num_actual_tokens`` are padding, as in ``output``.
+        query: ``[T, H, D]``; in ``query`` and ``output``, rows from ``step.num_actual_tokens`` on are padding.
         keys, values: the cache, each ``[blocks, block size, KH, D]`` with any strides.
         step: the backend's step metadata, with vLLM's field names.
     """
@@ -74,22 +74,22 @@ def attend(
     return output
 
 
-# ---- The rollout's attention in exact mode on CPU: the trainer's kernel over vLLM's paged cache --
-# The backend keeps vLLM's name, scheduler and blocks, but uses its own layout inside a block: the ``KH * BS * 2D``
-# elements are ``[2, BS, KH, D]``, keys before values, so that a token's keys are contiguous. Nothing else looks inside a
-# block, so prefix caching and chunked prefill work as in vLLM.
+# ---- On a CPU ------------------------------------------------------------------------------------
+# The backend keeps vLLM's name, scheduler and blocks. Inside a block it has its own layout: the ``KH * BS * 2D`` elements are
+# ``[2, BS, KH, D]``, keys before values, so that the keys of a token are contiguous. Nothing else reads inside a block, so prefix
+# caching and chunked prefill work as in vLLM.
 
 class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
-    """Builds metadata without the work plan of vLLM's own kernel, which is not called."""
+    """Builds metadata without a work plan, which only vLLM's own kernel needs."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        # Skip the parent's constructor: it selects an instruction set for its own kernel and limits the head sizes.
+        # Skip the parent's constructor: it selects an instruction set for vLLM's kernel and limits the head sizes.
         super(CPUAttentionMetadataBuilder, self).__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        """Describe the step's shapes as vLLM does, without a scheduler plan."""
+        """Describe the step as vLLM does, without a work plan."""
         common = common_attn_metadata
         return CPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -105,7 +105,7 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 
 
 class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Causal attention over whole contexts. Refuses, by name, everything that would change the formula."""
+    """Causal attention over whole contexts."""
 
     jetrl_exact = True
 
@@ -210,9 +210,9 @@ class ExactCPUAttentionBackend(CPUAttentionBackend):
 
 
 # ---- On CUDA -------------------------------------------------------------------------------------
-# The kernel is the project's own, or FlashAttention-3 (``exact.trial``). The cache, its layouts and the code that fills it are
-# those of vLLM's own Triton backend; only the attention differs. The step's metadata stay on the device, and nothing is read
-# back: grids follow from shapes, so a CUDA graph can hold a decoding step.
+# The kernel is the project's own, or FlashAttention-3 (``exact.trial``). Everything else is vLLM's Triton backend: the cache, its
+# layouts, and the code that fills it. Metadata stay on the device and nothing is read back. Grids follow from shapes, so a CUDA
+# graph can hold a decoding step.
 
 @dataclass
 class ExactCudaMetadata(AttentionMetadata):
@@ -226,7 +226,7 @@ class ExactCudaMetadata(AttentionMetadata):
 
 
 class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
-    """Passes on the common metadata: no plan, no split, nothing that depends on the batch."""
+    """Passes vLLM's common metadata on: no plan, no split, nothing that depends on the batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -255,7 +255,7 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
 
 
 class ExactCudaAttentionImpl(TritonAttentionImpl):
-    """Fills the cache as its parent does and reads it with the trainer's kernel."""
+    """Fills the cache like its parent, and reads it with the trainer's kernel."""
 
     jetrl_exact = True
 
@@ -317,7 +317,7 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):
-    """Registered as vLLM's ``CUSTOM`` backend. Supports only what the exact kernel computes."""
+    """vLLM's ``CUSTOM`` backend. It supports only what the exact kernel computes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]

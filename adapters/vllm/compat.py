@@ -1,4 +1,4 @@
-"""Where vLLM 0.24 to 0.32 differ. No other module of this adapter asks for a version or whether a name exists."""
+"""The differences between vLLM 0.24 and 0.32. No other module of this adapter checks a version or whether a name exists."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _ASKS = Difference(
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
     changed_in="0.28",
     added=True,
-    handled="an older engine asks no module for its experts: `measure_routes` is refused, `jetrl parity` has no routes",
+    handled="older engines cannot return the experts of a custom router: `measure_routes` is refused, `jetrl parity` shows no "
+    "routes",
 )
 _RETURNS = Difference(
     "vllm.config.ModelConfig.enable_return_routed_experts",
     changed_in="0.31",
     added=False,
-    handled="only the newer model runner returns experts since, and a CPU lacks it; as in versions before 0.28",
+    handled="since then only the newer model runner returns experts, and CPUs lack it: handled as before 0.28",
 )
 
 DIFFERENCES = (
@@ -67,7 +68,7 @@ DIFFERENCES = (
     ),
 )
 
-#: every switch of vLLM that splits activations over tokens: the configuration that has it, and its name
+#: every vLLM switch that splits activations over tokens: its configuration object, and its name
 SEQUENCE_PARALLEL = (
     ("compilation_config.pass_config", "enable_sp"),
     ("parallel_config", "enable_hc_sp"),
@@ -93,11 +94,12 @@ def backends_per_kind(attention_config: Any) -> list[Any]:
 
 
 def routes_error(what: str = "enable_return_routed_experts with a quantized rollout") -> VersionError | None:
-    """Return the error for a vLLM that does not return the experts which a module of ours has chosen, from every device's
-    model runner; None for one that does. Imports no vLLM.
+    """Return the error for a vLLM that cannot return the experts chosen by the plugin's router on every device; else None.
+
+    Does not import vLLM.
 
     Args:
-        what: the user's name of the setting that needs them.
+        what: the user's name for the setting that needs them.
     """
     found = installed_version("vllm")
     if found is None or Version(_ASKS.changed_in) <= Version(Version(found).base_version) < Version(_RETURNS.changed_in):
@@ -110,7 +112,7 @@ def routes_error(what: str = "enable_return_routed_experts with a quantized roll
 def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """View the cache of vLLM's Triton backend as keys and values, each ``[blocks, block size, KH, D]``.
 
-    Memory may have heads or tokens first; only the logical order of the dimensions differs between versions.
+    Versions differ in the order of the dimensions. The memory behind them may have heads or tokens first.
     """
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.shape[-1] == head_size:
         keys, values = kv_cache.unbind(1)

@@ -1,4 +1,7 @@
-"""Engine settings: set what a mode needs, and refuse by name what it cannot support."""
+"""Engine settings: set what a mode needs, and refuse by name what it does not support.
+
+This runs in the process that builds the engine, before a worker starts, so that errors appear where the user sees them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["check_engine", "check_resolved", "choose_attention", "device_problems", "prepare_arguments", "set_arguments"]
 
 
-# ---- The rollout's FP16 dtype, KV cache and head dtype: set before vLLM resolves its arguments, checked after
-# All three use vLLM's own settings: ``dtype``, ``kv_cache_dtype``, and ``head_dtype`` in ``hf_overrides``. In exact mode the
-# head is ``head.ExactHeadMethod`` instead, because rows of vLLM's FP32 head may depend on the batch.
+# ---- FP16, KV cache and head dtype: set before vLLM resolves its arguments, checked afterwards ----
+# All three are vLLM's own settings: ``dtype``, ``kv_cache_dtype``, and ``head_dtype`` in ``hf_overrides``. In exact mode the head
+# is ``ExactHeadMethod`` instead, because a row of vLLM's FP32 head may depend on the batch.
 
 logger = logging.getLogger(__name__)
 
@@ -112,17 +115,15 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-# ---- Engine settings: set what a mode needs, and refuse by name what it cannot support -----------
-# Runs in the process that builds the engine, before a worker starts, so that errors appear where the user sees them.
-
+# ---- The arguments, and the configuration that vLLM makes of them --------------------------------
 
 def prepare_arguments(args: EngineArgs, config: Config) -> None:
-    """Set the quantization, and eager mode if compilation would change rounding, before vLLM resolves the arguments.
+    """Set the quantization, the attention, and CUDA graphs or eager mode, before vLLM resolves the arguments.
 
     Raises:
         ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
         ConfigError: a dtype other than BF16 is set.
-        VersionError: this vLLM does not return the experts that the plugin has chosen.
+        VersionError: experts are to be returned, and this vLLM cannot return those of the plugin's router.
     """
     set_arguments(args, config)
     if not config.quantized_rollout:
@@ -177,7 +178,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
 
 
 def choose_attention(args: EngineArgs) -> None:
-    """Select the exact attention on CUDA, where vLLM knows it as CUSTOM. On CPU it replaces vLLM's only backend.
+    """Select the exact attention on CUDA, registered as CUSTOM. On a CPU it replaces vLLM's only backend.
 
     Raises:
         ConflictError: another attention backend is set.
@@ -320,7 +321,7 @@ def device_problems(vllm_config: VllmConfig) -> None:
 
 
 def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
-    """Return row-parallel block layers whose share of K is not a multiple of 128 (``method`` checks the others).
+    """Return row-parallel layers whose share of K is not a multiple of 128. ``method`` checks the other layers as it loads.
 
     Args:
         whole, hf_config: the configurations of the model and of its language model.

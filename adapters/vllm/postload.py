@@ -1,4 +1,8 @@
-"""What vLLM makes of its weights once after loading: made again after each weight sync, or refused."""
+"""Tensors that vLLM derives from its weights once, after loading: recomputed after each weight sync, or refused.
+
+A weight sync writes parameters through their loaders. It does not run vLLM's ``process_weights_after_loading``, because most of
+these steps cannot run twice on the same weights.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +25,29 @@ from jetrl_patch.models.families import FAMILIES
 __all__ = ["AFTER_LOADING", "absorb", "check_layers", "follow_norms", "is_handled", "latent_modules", "made"]
 
 
-# ---- Latent attention (MLA) in vLLM: what it makes of its weights once after loading is made again after each weight sync
-# Keys and values of a token are compressed to one vector, of which ``kv_b_proj [H (P + V), L]`` makes those of all heads. vLLM
-# does so in a prefill. While it decodes, it leaves the vectors compressed, and multiplies the query of each head by its
-# ``W_UK_T [H, P, L]`` and what attention returns by its ``W_UV [H, L, V]``, in BF16. ``process_weights_after_loading`` of its
-# ``MLAAttention`` makes both of that weight: views where it is BF16 (vLLM 0.24 to 0.32), copies of what FP8 means, or packed ones
-# for AMX. A sync that wrote a weight and not its copies would leave decoding steps with the attention of older weights, without
-# an error.
+# ---- Latent attention (MLA): recompute the absorbed weights after each sync ----------------------
+# Each token's keys and values are compressed to one vector, which ``kv_b_proj [H (P + V), L]`` expands for all heads. In a
+# prefill vLLM expands it. In a decoding step it leaves the vector compressed: it multiplies the query of each head by ``W_UK_T
+# [H, P, L]``, and the result of attention by ``W_UV [H, L, V]``, in BF16. ``MLAAttention.process_weights_after_loading`` derives
+# both from ``kv_b_proj``: views if the weight is BF16 (vLLM 0.24 to 0.32), dequantized copies if it is FP8, packed copies for
+# AMX. If a sync wrote the weight alone, decoding steps would silently go on with the copies of the old one.
 #
 # The layer stays in BF16 on both sides (``families.ABSORBED``): in FP8 its input would be quantized in prefills and in the
-# trainer, and not in decoding steps.
+# trainer, but not in decoding steps.
 
-#: the step that vLLM takes once, after it has loaded a model
+#: vLLM's step after loading
 AFTER_LOADING = "process_weights_after_loading"
-#: what vLLM makes, unless packed; the last one of all ranks, with decode context parallelism
+#: the derived tensors, unless packed; the last one exists with decode context parallelism and covers all ranks
 _MADE = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 
 
 def latent_modules(model: nn.Module) -> list[Any]:
-    """The latent attention of each block of a built vLLM model."""
+    """The latent attention of each block of a loaded vLLM model."""
     return [module for module in model.modules() if is_handled(module)]
 
 
 def is_handled(module: Any) -> bool:
-    """Whether the module is vLLM's own latent attention, over a ``kv_b_proj`` in BF16, and not sparse."""
+    """Whether the module is vLLM's own dense latent attention with ``kv_b_proj`` in BF16."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -55,14 +58,14 @@ def is_handled(module: Any) -> bool:
 
 
 def made(model: nn.Module) -> set[int]:
-    """The ids of the parameters that vLLM has made of others: no sync sends them."""
+    """The ids of parameters that vLLM has derived from others. No sync sends them."""
     found = (getattr(module, name, None) for module in latent_modules(model) for name in _MADE)
     return {id(tensor) for tensor in found if tensor is not None}
 
 
 @torch.no_grad()
 def absorb(model: nn.Module) -> None:
-    """Make them again in all blocks, each in its place: captured graphs have their addresses."""
+    """Recompute them in all blocks, in place, because captured graphs hold their addresses."""
     for module in latent_modules(model):
         held = {name: getattr(module, name, None) for name in _MADE}
         getattr(module, AFTER_LOADING)(torch.bfloat16)
@@ -74,10 +77,10 @@ def absorb(model: nn.Module) -> None:
 
 
 def follow_norms(model: nn.Module, hf_config: Any) -> None:
-    """Give norms inside latent attention the trainer's epsilon, which stands in transformers' code; vLLM has ``rms_norm_eps``.
+    """Give the norms inside latent attention the trainer's epsilon. Transformers' code sets it; vLLM uses ``rms_norm_eps``.
 
     Args:
-        hf_config: that of the language model.
+        hf_config: the configuration of the language model.
     """
     found = [module for module in model.modules() if hasattr(module, "kv_a_layernorm")]
     if not found:
@@ -91,9 +94,9 @@ def follow_norms(model: nn.Module, hf_config: Any) -> None:
 
 
 def _attention(hf_config: Any) -> Any:
-    """The attention of a block of the trainer, without memory.
+    """The trainer's attention module, on the meta device.
 
-    Not that of a whole model: vLLM has written the name of its own rotary angles into the configuration.
+    A whole model cannot be built here, because vLLM has written its own name for the rotary angles into the configuration.
     """
     family = FAMILIES[hf_config.model_type]
     module = importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
@@ -101,12 +104,10 @@ def _attention(hf_config: Any) -> Any:
         return getattr(module, family.attention)(hf_config, 0)
 
 
-# ---- Refuse models with layers that vLLM transforms once after loading ---------------------------
-# A weight sync writes parameters through their loaders and leaves vLLM's ``process_weights_after_loading`` out: most of its
-# transforms do not bear a second run on weights that they have changed. For layers that need it (experts are repacked, sinks are
-# converted) the engine would go on computing with the old weights. Latent attention bears it, and gets it (``latent``).
+# ---- Refuse models with other layers that vLLM transforms after loading --------------------------
+# Experts are repacked, for example, and attention sinks converted. After a sync the engine would still compute with the old ones.
 
-#: methods that compute with the weight as it is loaded; on a CPU ``live.py`` packs the copy of the last two again
+#: methods that compute with the weight as loaded; on a CPU ``fixes.keep_live_weight`` packs the copies of the last two again
 _LIVE = (
     QuantizedLinearMethod,
     QuantizedExpertsMethod,
@@ -118,7 +119,7 @@ _LIVE = (
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raise ModelError for a built vLLM model with a layer that a weight sync would leave half updated."""
+    """Raise ModelError for a loaded vLLM model with a layer that a weight sync would only half update."""
     found = {kind: name for name, kind in _transformed(model)}
     if found:
         kind, name = next(iter(found.items()))
@@ -148,9 +149,9 @@ def _transforms(method: Any, base: type) -> bool:
 
 
 def _is_plain_attention(module: Any) -> bool:
-    """Whether the layer has vLLM's ordinary attention, which asks its backend alone; a backend converts attention sinks.
+    """Whether the step does nothing here: ordinary attention without sinks, or a vision tower's attention without FP8.
 
-    Or a vision tower's, which prepares nothing but the scales of attention in FP8.
+    Ordinary attention calls its backend, which converts attention sinks. A vision tower prepares the scales of FP8 attention.
     """
     own = getattr(getattr(type(module), AFTER_LOADING, None), "__qualname__", "")
     if own == f"MMEncoderAttention.{AFTER_LOADING}":

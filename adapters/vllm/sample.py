@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["argument_problems", "build_engine", "generate", "kv_cache_error", "routes_error", "sample"]
 
-#: of a GPU's memory for the engine; the rest is the trainer's, whose weights and gradients come into the same process
+#: the engine's share of a GPU's memory; the rest is for the trainer's weights and gradients, in the same process
 SHARE = 0.4
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -32,7 +32,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     """Build an engine in this process, sample batches until there are enough tokens, and shut it down.
 
-    Where the cost is asked for, the clock starts after a batch whose samples are dropped: it compiles and warms caches.
+    To measure the cost, the clock starts after one discarded batch, which compiles and warms caches.
     """
     progress.stage("loading the engine")
     if job.temperature < LEAST_TEMPERATURE:
@@ -85,10 +85,10 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch, 2),
         "tensor_parallel_size": job.tp,
-        # what is timed runs as in training: the plugin turns compilation off where a mode needs that. A stock engine compiles
+        # timed runs execute as in training: a stock engine compiles, and the plugin turns compilation off where a mode needs it
         "enforce_eager": job.stock is None and not job.cost,
         "seed": job.seed,
-        # the distribution that was sampled; the trainer recomputes it with the same temperature
+        # log-probs of the distribution that was sampled; the trainer uses the same temperature
         "logprobs_mode": "processed_logprobs",
     }
     settings |= {"kv_cache_memory_bytes": 1 << 29} if _on_cpu() else {"gpu_memory_utilization": SHARE}

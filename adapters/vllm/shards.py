@@ -1,4 +1,4 @@
-"""Names and shards: a fused, tensor-parallel vLLM linear, mapped to Hugging Face weights; the plugin's entries in registries."""
+"""A fused, tensor-parallel vLLM linear as parts of Hugging Face weights; the plugin's entries in vLLM's registries."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 __all__ = ["REGISTRIES", "Registries", "Shard", "claim", "hf_name", "hf_names", "shards_of", "vllm_names"]
 
 
-# ---- Names of modules: vLLM's, and those of the same modules in transformers' model, which both sides of a sync use
-# A model of text has the same names in both. Beside a vision tower vLLM has ``language_model.model.layers.0`` where transformers
-# has ``model.language_model.layers.0``. vLLM's classes say so themselves (``hf_to_vllm_mapper``, for loading checkpoints), and
-# vLLM gives the map to a quantization before it builds a layer (``QuantizationConfig.apply_vllm_mapper``).
+# ---- Module names in vLLM and in transformers. A sync uses transformers' names -------------------
+# Text models have the same names in both. In a vision-language model vLLM has ``language_model.model.layers.0`` where
+# transformers has ``model.language_model.layers.0``. vLLM's classes hold this map for loading checkpoints
+# (``hf_to_vllm_mapper``), and vLLM passes it to a quantization before it builds a layer
+# (``QuantizationConfig.apply_vllm_mapper``).
 #
-# Where transformers renames the parts of a block as it loads a checkpoint, vLLM keeps the checkpoint's names: the family's
-# record has both (``stored``).
+# If transformers renames parts of a block as it loads a checkpoint, vLLM keeps the checkpoint's names. The family's record has
+# both (``stored``).
 
-#: every name in transformers' models that is of a block begins so, as do vLLM's where the two are the same
+#: prefix of every block's module in transformers' models, and in vLLM's where the names are the same
 _SAME = "model."
 
 
 def hf_name(name: str, mapper: WeightsMapper | None) -> str:
-    """Return transformers' name of the module that vLLM calls ``name``: the first that the map leads back to ``name``.
+    """Return transformers' name for vLLM's module ``name``: the first prefix that the map turns back into ``name``.
 
-    A class lists the prefixes of today's checkpoints before those of older ones.
+    Classes list the prefixes of current checkpoints before those of older ones.
     """
     for family in FAMILIES.values():
         if family.stored.get("mlp") in name.split("."):
@@ -51,19 +52,19 @@ def hf_name(name: str, mapper: WeightsMapper | None) -> str:
 def vllm_names(
     model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights with transformers' names under those that ``load_weights`` of a vLLM model knows."""
+    """Rename weights from transformers' names to those that the vLLM model's ``load_weights`` knows."""
     kind = type(model).__name__
     family = next((family for family in FAMILIES.values() if family.causal_lm == kind), LLAMA_LIKE)
     for name, weight in weights:
         yield family.to_stored(name), weight
 
 
-# ---- Map a fused, tensor-parallel vLLM linear to Hugging Face weights ----------------------------
-# vLLM fuses ``q_proj``, ``k_proj`` and ``v_proj`` into one ``qkv_proj`` and gives each rank some of its rows (or, for
-# row-parallel layers, columns). The trainer knows only whole Hugging Face weights ``[N, K]``. A ``Shard`` maps a rectangle
-# of a Hugging Face weight to rows of the local parameter; loading and checking use the same map.
+# ---- Shards: rectangles of Hugging Face weights in a fused, tensor-parallel layer ----------------
+# vLLM fuses ``q_proj``, ``k_proj`` and ``v_proj`` into one ``qkv_proj`` and gives each rank some of its rows (for row-parallel
+# layers: columns). The trainer knows only whole Hugging Face weights ``[N, K]``. A ``Shard`` maps a rectangle of such a weight to
+# rows of the local parameter. Loading and checking use the same map.
 
-#: weights that fill several parts of a layer in which vLLM fuses them with others -> how many
+#: weights that fill more than one part of a fused layer -> number of parts
 _PARTS = {"in_proj_qkv": 3}
 
 
@@ -73,8 +74,8 @@ class Shard:
 
     Attributes:
         name: Hugging Face module name, such as ``model.layers.0.self_attn.q_proj``.
-        shard_id: vLLM's name for it in loaders: ``"q"``, ``0``, ``(0, 1, 2)`` if the weight fills these parts of a layer that
-            holds others too, or None if nothing is fused.
+        shard_id: what vLLM's loader calls it: ``"q"``, ``0``, ``(0, 1, 2)`` for a weight that fills three of several parts, or
+            None if nothing is fused.
         rows: N of the whole Hugging Face weight.
         row0, row1: rows of the whole weight that this rank holds.
         col0, col1: columns of the whole weight that this rank holds.
@@ -132,7 +133,7 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     for name in names:
         count = len(sizes) if len(names) == 1 else _PARTS.get(name.rpartition(".")[2], 1)
         parts = sizes[at : at + count]
-        whole = tuple(range(at, at + count)) if 1 < count < len(sizes) else None  # what vLLM's loader gets for all of them
+        whole = tuple(range(at, at + count)) if 1 < count < len(sizes) else None  # vLLM's loader fills them in one call
         rows, base = sum(size for _, size, _, _ in parts), 0
         for shard_id, size, local, part in parts:
             row0 = base + part * local
@@ -144,11 +145,11 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     return found
 
 
-# ---- Entries of the plugin in vLLM's registries: how one goes in, and whether all of them are in place
+# ---- The plugin's entries in vLLM's registries ---------------------------------------------------
 
 @dataclass
 class Registries:
-    """Of this process. ``filled``: the quantization, the ops and the attention of the session are registered."""
+    """State of this process. ``filled``: the session's quantization, ops and attention are registered."""
 
     filled: bool = False
 
@@ -157,7 +158,7 @@ REGISTRIES = Registries()
 
 
 def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str, reason: str) -> None:
-    """Put an entry into a vLLM registry. Raises ConflictError if another plugin holds the key."""
+    """Add an entry to a vLLM registry. Raises ConflictError if the key is taken."""
     held = registry.get(key)
     if held is not None:
         fix = "disable the plugin that registered it"

@@ -46,16 +46,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Finish exact mode for models that vLLM runs through its transformers backend ----------------
-# vLLM replaces linears, norms, MLPs and attention in transformers' model with its own, most of which the table of
-# out-of-tree ops makes exact. Two remain after loading: the rotary embedding, which is still transformers' module and needs
-# the trainer's swap, and the norms, a subclass whose name is not in the table.
+# ---- Make exact what vLLM's registries do not reach: its transformers backend --------------------
+# In transformers' model vLLM replaces linears, norms, MLPs and attention with its own. The table of out-of-tree ops makes most of
+# them exact. Two are left after loading: the rotary embedding, which is still transformers' module and gets the trainer's swap,
+# and the norms, whose subclass is not in the table.
 
 def finish_transformers(model: nn.Module, family: Family) -> None:
     """Swap the remaining modules of a loaded model, in place.
 
     Raises:
-        ModelError: a transformers module has no exact counterpart; the error names it.
+        ModelError: a transformers module has no exact counterpart.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -74,9 +74,10 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
             )
 
 
-# ---- Exact routing by a sigmoid, in models whose router vLLM builds as torch's own linear layer in FP32
-# vLLM rounds the sum over the routed experts to BF16 and then multiplies it by the model's factor. The trainer multiplies the
-# routing weights, in FP32, so that the sum is rounded once. Here the factor moves from vLLM's runner to the experts method.
+# ---- The same, for routing by a sigmoid ----------------------------------------------------------
+# vLLM builds these routers as torch linears in FP32. It rounds the sum over the routed experts to BF16 and then multiplies it by
+# the model's factor. The trainer multiplies the routing weights in FP32, so that the sum is rounded once. So the factor moves
+# from vLLM's runner to the experts method.
 
 def finish_routing(model: nn.Module) -> None:
     """Swap the routers of a loaded model and move its factors, in place. A second call changes nothing."""
@@ -90,7 +91,7 @@ def finish_routing(model: nn.Module) -> None:
 
 
 def finish_model(worker: Any) -> None:
-    """Make exact the modules of a loaded worker that vLLM's registries do not reach. Raises ModelError if it cannot."""
+    """Make these modules of a loaded worker exact. Raises ModelError if one has no exact counterpart."""
     family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
     if family.rollout == "transformers":
         finish_transformers(worker.model_runner.get_model(), family)
@@ -114,7 +115,7 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
 
 
 def require_attention(worker: Any) -> None:
-    """Raise ModelError if a layer of a loaded worker has another attention than the trainer's."""
+    """Raise ModelError if a layer of a loaded worker does not have the trainer's attention."""
     layers = worker.vllm_config.compilation_config.static_forward_context
     others = {
         type(impl).__name__
@@ -133,10 +134,10 @@ def require_attention(worker: Any) -> None:
 
 
 def try_ops(worker: Any, config: Config) -> None:
-    """Choose the attention and the sum over ranks of a loaded worker, and test the ops on its device. Does nothing on a CPU.
+    """Choose the attention and the sum over ranks of a loaded worker, and test the ops on its GPU. Does nothing on a CPU.
 
     Raises:
-        ConfigError: as ``choice.choose_attention``.
+        ConfigError: as ``exact.trial.choose_attention``.
         ModelError: an op depends on its batch.
     """
     if not current_platform.is_cpu():
@@ -148,16 +149,16 @@ def try_ops(worker: Any, config: Config) -> None:
 
 
 # ---- Compile the FP8 kernels of a loaded model before it serves ----------------------------------
-# DeepGEMM compiles a kernel for each [N, K] and each tile that it takes for some number of rows. With nvcc that takes seconds,
-# in the middle of serving if nothing asked before. vLLM's own warm-up (``vllm.model_executor.warmup``) looks for its own kernel
-# classes, and these layers have none of them. Runs before vLLM measures its memory, so what it allocates is free again by then.
+# DeepGEMM compiles a kernel for each [N, K] and each tile, which depends on the number of rows. nvcc takes seconds for one:
+# without a warm-up, in the middle of serving. vLLM's own warm-up (``vllm.model_executor.warmup``) only finds its own kernel
+# classes. This one runs before vLLM measures its memory, and frees what it allocates.
 
 @torch.inference_mode()
 def warm_up(model: torch.nn.Module, most: int) -> int:
-    """Multiply with one weight of each shape, for batches up to ``most`` rows; say in the log how far it is.
+    """Multiply by one weight of each shape, for batches up to ``most`` rows. Logs its progress.
 
     Returns:
-        the number of products: 0 for a backend that compiles nothing.
+        Number of products; 0 if the backend compiles nothing.
     """
     kinds: dict[tuple[Any, ...], Any] = {}
     for layer, method in quantized_modules(model):
@@ -180,7 +181,8 @@ def warm_up(model: torch.nn.Module, most: int) -> int:
     return done
 
 
-# ---- What a vLLM worker gets once its model is loaded: a weight receiver and a report ------------
+# ---- The weight receiver and the report ----------------------------------------------------------
+# Both are attributes of vLLM's worker: the frameworks' worker extensions and ``collective_rpc`` reach a worker by names alone.
 # ``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker.
 
 def attach(worker: Any, config: Config) -> None:
@@ -188,8 +190,8 @@ def attach(worker: Any, config: Config) -> None:
 
     Raises:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
-        ModelError: vLLM transforms a layer after loading, experts in BF16 meet captured graphs, or in exact mode the attention is
-            another one, or an op is not exact on this device.
+        ModelError: vLLM transforms a layer after loading; BF16 experts would run from captured graphs; or, in exact mode, the
+            attention is not the trainer's or an op is not exact on this device.
         ConflictError: as ``graphs.mark_settings``.
     """
     model = worker.model_runner.get_model()

@@ -12,8 +12,8 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
-from jetrl_patch.adapters.vllm.install import add_plain
 from jetrl_patch.adapters.vllm.fixes import keep_live_weight, unpacked
+from jetrl_patch.adapters.vllm.install import add_plain
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.measure.parity import Job
