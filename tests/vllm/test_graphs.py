@@ -121,7 +121,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, Graph]]:
         for name in ("current_stream", "set_graph_pool_id"):
             monkeypatch.setattr(cuda_graph, name, lambda *_: None)
         monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
-        monkeypatch.setattr(type(cuda_graph.current_platform), "graph_pool_handle", lambda self: object())
+        monkeypatch.setattr(type(cuda_graph.current_platform), "graph_pool_handle", lambda self: object(), raising=False)
         worker.model_config.enforce_eager = False
         settings = runner.compilation_config
         settings.cudagraph_mode, settings.cudagraph_capture_sizes = CUDAGraphMode.FULL_DECODE_ONLY, SIZES
