@@ -1,4 +1,4 @@
-"""The transformers adapter: adds implementations of attention and experts, and masks of packed rows."""
+"""The transformers adapter: attention and experts through transformers' own registries, and the search for packed rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
-# ---- Number the sequences of a packed row for transformers' masks without a look at the device ---
+# ---- Number the sequences of a packed row without waiting for the device -------------------------
 
 def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``masking_utils.find_packed_sequence_indices``, which asks the device whether all tokens are of one sequence.
+    """Wrap ``masking_utils.find_packed_sequence_indices``, which waits for the device to learn whether there is one sequence.
 
-    Where the framework said how many sequences there are at most, the answer is not asked for, as in a traced graph: the
-    numbers are returned also if they are all the same. Exact attention does not read them, any other masks nothing by them.
+    If the framework has said how many sequences there are at most, this returns the numbers without asking, as in a traced graph.
+    For a single sequence they are all equal, which masks nothing. Exact attention does not read them.
     """
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
@@ -31,7 +31,7 @@ def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., 
     return find_packed_sequence_indices
 
 
-# ---- The transformers adapter: adds implementations of attention and experts, where it can through transformers' own registries
+# ---- The adapter ---------------------------------------------------------------------------------
 
 PACKED_ROWS = Patch(
     module="transformers.masking_utils",
@@ -45,7 +45,7 @@ PACKED_ROWS = Patch(
 
 
 class TransformersAdapter(Adapter):
-    """Registers the plugin's attentions and experts; models are converted by ``prepare_model``."""
+    """Registers the plugin's attentions and experts. ``prepare_model`` converts a model."""
 
     name = "transformers"
     requires = ("torch", "transformers")
@@ -57,11 +57,11 @@ class TransformersAdapter(Adapter):
         return Services(models=parity)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """In exact mode, the search for packed rows."""
+        """Patch the search for packed rows in exact mode."""
         return (PACKED_ROWS,) if config.exact else ()
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """Register exact attention and FP8 experts where the mode has them, and in every mode sequence-parallel attention."""
+        """Register sequence-parallel attention in every mode, and exact attention and FP8 experts in modes that have them."""
         experts = OnImport(
             "transformers.integrations.moe",
             "ExpertsInterface",

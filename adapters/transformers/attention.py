@@ -17,12 +17,13 @@ from jetrl_patch.exact import attention
 from jetrl_patch.exact.ops import attention_varlen
 from jetrl_patch.models.layers import in_tower
 from jetrl_patch.models.structure import is_vision_language
+from jetrl_patch.patching.attached import Attached
 from jetrl_patch.registry import Exchange
 
 __all__ = ["PACKED", "packed_sdpa", "share_sequences", "whole_sequences"]
 
 
-# ---- torch's attention over packed sequences, one after another: for models outside exact mode whose ranks share sequences
+# ---- Outside exact mode, for sequence parallelism: torch's attention, one packed sequence at a time
 
 #: its name in transformers
 PACKED = "jetrl_packed"
@@ -44,7 +45,7 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key and value [1, KH, T, D] -> [1, T, H, D].
 
-    Raises ModelError for what it does not compute: masks, windows, sinks, a cap on the scores.
+    Raises ModelError for masks, windows, sinks and capped scores, which it does not support.
     """
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if unknown or attention_mask is not None or key.shape[2] != query.shape[2]:
@@ -72,21 +73,21 @@ def packed_sdpa(
     return torch.cat(pieces, 2).transpose(1, 2), None
 
 
-# ---- Hugging Face's attention interface over the exact kernel: finds the sequences of a batch and calls the kernel
+# ---- In exact mode: find the sequences of a batch and call the rollout's kernel ------------------
 
 #: its name in transformers: ``attn_implementation="jetrl_exact"``
 NAME = "jetrl_exact"
 
 
 def keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Implement the mask interface: return the [B, T] padding mask unchanged; the kernel is causal itself."""
+    """Implement the mask interface: return the [B, T] padding mask unchanged. The kernel is causal by itself."""
     return attention_mask
 
 
 class _Layout(NamedTuple):
     """Which of the B * T positions hold tokens (None: all), and where each sequence begins.
 
-    ``exceeded`` (a bool [] on the device) tells whether there are more sequences than the framework said.
+    ``exceeded``: a bool [] on the device, whether there are more sequences than the framework has said.
     """
 
     places: Tensor | None
@@ -126,7 +127,7 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
         mask: [B, T], nonzero for tokens (padding on either side), or None.
         positions: [B or 1, T]; a sequence begins where they do not increase by one (packed batches). shape: (B, T).
 
-    A packed batch with a known number of sequences (``exact.attention``) needs no look at the device; else the host waits for it.
+    If the number of sequences of a packed batch is known (``exact.attention``), the host need not wait for the device.
 
     Returns:
         The places in the flattened batch that hold tokens and cu_seqlens int32 [R + 1] over those.
@@ -166,7 +167,7 @@ def exact_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, T, D], key and value [B, KH, T, D] -> [B, T, H, D].
 
-    Places that hold padding get zeros. A key/value cache is for generation, which is the rollout's work.
+    Padding gets zeros. A key/value cache is refused: generation is the rollout's work.
     """
     B, H, T, D = query.shape
     if key.shape[2] != T:
@@ -179,7 +180,7 @@ def exact_attention(
     q, k, v = (t.transpose(1, 2).reshape(B * T, -1, D) for t in (query, key, value))
     if layout.places is not None:
         q, k, v = (t[layout.places] for t in (q, k, v))
-    if layout.exceeded is not None:  # boundaries are missing: no result may look right
+    if layout.exceeded is not None:  # boundaries are missing, so every result must be NaN
         v = v.masked_fill(layout.exceeded, float("nan"))
     out = attention_varlen(q, k, v, layout.cu_seqlens, D**-0.5 if scaling is None else scaling)
     if layout.places is not None:
@@ -187,16 +188,15 @@ def exact_attention(
     return out.view(B, T, H, D), None
 
 
-# ---- Sequence parallelism (Ulysses, arXiv 2309.14509): attention over whole sequences, although a rank holds a slice of each
-# Norms, linears, RoPE and the head compute each token alone, so a slice is as good as the whole to them. Attention does
-# not, but it computes each head alone. So the ranks trade slices of all heads for all tokens of some heads, each attends,
-# and the result goes back. Nothing is added and nothing rounded on the way: the bits are those of one rank.
+# ---- Sequence parallelism (Ulysses, arXiv 2309.14509): each rank holds a slice of every sequence --
+# Norms, linears, RoPE and the head compute each token alone, so a slice is enough for them. Attention needs whole sequences, but
+# computes each head alone. So the ranks exchange slices of all heads for all tokens of some heads, run attention, and exchange
+# the result back. Nothing is added or rounded on the way: the bits are those of a single rank.
 #
 # Shape legend: B batch, T tokens of whole sequences, n ranks, H query heads, KH key/value heads, D head width.
 
-#: where an attention module keeps its exchange
-_ATTRIBUTE = "jetrl_exchange"
-#: transformers' own implementations that ``packed`` replaces: their mask is that of a slice
+_EXCHANGE: Attached[Exchange] = Attached("_jetrl_exchange", "transformers passes an attention function its module only")
+#: transformers' own implementations that ``packed_sdpa`` replaces: their mask covers a slice only
 _SLICED = ("sdpa", "eager")
 
 
@@ -207,7 +207,7 @@ def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[.
     def wrapped(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        exchange: Exchange | None = getattr(module, _ATTRIBUTE, None)
+        exchange = _EXCHANGE.get(module)
         if exchange is None:
             return attention(module, query, key, value, attention_mask, **kwargs)
         positions = kwargs.pop("position_ids", None)
@@ -216,7 +216,7 @@ def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[.
             fix = "set use_remove_padding=True"
             raise ModelError(explain("sequence parallelism", required="packed sequences", found=found, fix=fix))
         repeats = max(exchange.size // key.shape[1], 1)
-        if repeats > 1:  # fewer key/value heads than ranks: head h serves the ranks h * repeats and following
+        if repeats > 1:  # fewer key/value heads than ranks: head h goes to the ``repeats`` ranks from h * repeats on
             key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
         query, key, value = (exchange.to_heads(t) for t in (query, key, value))  # [B, H/n, T, D]
         out, _ = attention(module, query, key, value, None, position_ids=exchange.gather(positions), **kwargs)
@@ -226,11 +226,10 @@ def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[.
 
 
 def share_sequences(model: Any, exchange: Exchange) -> None:
-    """Let the attention of ``model`` see whole sequences, of which each rank of ``exchange`` holds a slice. In place.
+    """Give the attention of ``model`` whole sequences, of which each rank of ``exchange`` holds a slice. In place.
 
-    A vision tower is left alone: each rank sees whole images.
-
-    A model in exact mode keeps its attention. ``sdpa`` and ``eager`` are replaced by ``packed_sdpa``.
+    A vision tower is left alone, because each rank has whole images. A model in exact mode keeps its attention; ``packed_sdpa``
+    replaces ``sdpa`` and ``eager``.
 
     Raises:
         ModelError: another attention, or one that is not in every layer; nothing has changed.
@@ -248,6 +247,6 @@ def share_sequences(model: Any, exchange: Exchange) -> None:
         fix = "set ulysses_sequence_parallel_size=1"
         raise ModelError(explain(what, required="a known model with one attention per layer", found=found, fix=fix))
     for layer in layers:
-        setattr(layer, _ATTRIBUTE, exchange)
+        _EXCHANGE.set(layer, exchange)
     if chosen != NAME:
         config._attn_implementation = PACKED

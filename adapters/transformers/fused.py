@@ -1,4 +1,4 @@
-"""Norms, activations and the rotary embedding of the trainer in fused kernels, for its speed on a GPU."""
+"""Fused kernels that make the trainer faster on a GPU: norms, activations, residuals and the rotary embedding."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from jetrl_patch.models.families import covering
 __all__ = ["add_in_norms", "rotate_together"]
 
 
-# ---- Copies of functions of transformers, in which a name means something else: nothing of transformers is written
+# ---- Copies of transformers' functions with one name changed. Transformers itself is not changed -
 
 def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | None = None) -> FunctionType:
-    """A copy of a function, with what its module holds now.
+    """A copy of a function, with a snapshot of its module's globals.
 
     Args:
-        names: what takes the place of its module's globals, or is added to them.
-        code: what it runs instead of its own code.
+        names: replacements for these globals, or additions.
+        code: runs instead of the function's own code.
     """
     found = {**function.__globals__, **names}
     copy = FunctionType(code or function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
@@ -39,10 +39,10 @@ def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | No
     return copy
 
 
-# ---- Fuse the norms and activations that feed FP8 layers with the quantization, for the trainer's speed on a GPU
-# With ``align="linear"`` both are fused. With ``align="exact"`` only the activation (``fuse_exact``): each of its values
-# depends on one gate and one up, and equals the rollout's bit for bit. A fused norm may sum its squares in another order than
-# the rollout's kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not
+# ---- Norms and activations that feed FP8 layers, fused with the quantization ---------------------
+# With ``align="linear"`` both are fused. With ``align="exact"`` only the activation is (``fuse_exact``): each of its values
+# depends on one gate and one up, and equals the rollout's bit for bit. A fused norm may add its squares in another order than the
+# rollout's kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not
 # support an input (FP32 masters under autocast), the original forward runs.
 
 class FusedNorm:
@@ -51,7 +51,7 @@ class FusedNorm:
     weight: Tensor
     variance_epsilon: float
     jetrl_fp8: Fp8State
-    #: whether the block takes its residual from here (``residual``)
+    #: whether the block takes its residual from this norm (``add_in_norms``)
     jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Any:
@@ -76,7 +76,7 @@ class FusedMLP:
         return self.down_proj(self.multiply(gate, up) if y is None else y)
 
     def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The activation where the kernel does not accept the inputs."""
+        """The activation, for inputs that the kernel does not support."""
         product: Tensor = self.act_fn(gate) * up
         return product
 
@@ -92,8 +92,8 @@ class FusedExactMLP(FusedMLP):
 def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
     """Fuse modules of a model with FP8 layers, in place. Returns the names of the changed modules.
 
-    Classes are recognized by name, so part of a model is enough. Per-head norms and the final norm feed no FP8 layer and
-    are left alone.
+    Classes are recognized by name, so part of a model is enough. Norms per head and the final norm feed no FP8 layer and stay as
+    they are.
     """
     if not producers.available(backend, device_type):
         return []
@@ -131,7 +131,7 @@ def fuse_exact(model: nn.Module, backend: str, device_type: str) -> list[str]:
 
 
 def _has_both_gradients(layer: nn.Module, state: Fp8State) -> bool:
-    """Whether a layer's backward reads its output gradient in both layouts, quantized as ``state`` says."""
+    """Whether a layer's backward needs its output gradient in both layouts, quantized in the format of ``state``."""
     if not isinstance(layer, Fp8Linear) or not layer.weight.requires_grad:
         return False
     return (layer.fp8.backend_name, layer.fp8.scale_format) == (state.backend_name, state.scale_format)
@@ -141,33 +141,31 @@ def _is_silu(activation: object) -> bool:
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
-# ---- Add the gradient of a block's residual in the backward kernel of its norm, on a GPU: a launch and 4 bytes an element less
-# A block keeps its input for the residual, and reads it once more in a norm. Autograd adds up what comes back on both ways.
-# Here a
-# block gets a copy of its ``forward`` in which the norm passes the input on, so that its gradient arrives at the norm:
+# ---- Residual gradients added in the norm's backward kernel: one launch and 4 bytes per element less
+# A block uses its input twice: as residual, and in a norm. Autograd adds the two gradients in a kernel of its own. Here a block
+# gets a copy of its ``forward`` in which the norm passes the input on, so that both gradients arrive at the norm:
 #
 #     residual = x;  x = self.norm(x)      becomes      x, residual = passed(self.norm, x)
 #
-# The values are the same, and so are the bits of the gradients. Nothing of transformers is written, and no table says which
-# families this serves: every block is served whose source has these two statements, one after the other. The class keeps its
-# name, by which FSDP and the frameworks find blocks.
+# The values are the same, and so are the bits of the gradients. There is no table of families: every block qualifies whose source
+# has these two statements in a row. The class keeps its name, by which FSDP and the frameworks find blocks.
 
 _PASSED = "jetrl_passed"
 
 
 class _Block(NamedTuple):
-    """A class with the copied forward, and the names of its norms."""
+    """The class with the copied forward, and the names of its norms."""
 
     kind: type
     norms: tuple[str, ...]
 
 
-#: a class of modules -> the one in its place; None if it is left alone
+#: class of modules -> its replacement; None for no replacement
 _blocks: dict[type, _Block | None] = {}
 
 
 def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Let norms add the gradients of the residuals of their blocks, in place. Returns the names of the changed blocks."""
+    """Let norms add the gradients of their blocks' residuals, in place. Returns the names of the changed blocks."""
     if not producers.available(backend, device_type):
         return []
     blocks = {name: (module, block) for name, module in model.named_modules() if (block := _block(type(module))) is not None}
@@ -186,11 +184,11 @@ def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
 def _block(kind: type) -> _Block | None:
     if kind not in _blocks:
         forward: Any = kind.__dict__.get("forward")
-        # a wrapper's source is not what runs, and a closure cannot be copied
+        # the source of a wrapper is not what runs, and a closure cannot be copied
         plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
         _blocks[kind] = block = _rewritten(kind, forward) if plain else None
         if block is not None:
-            _blocks[block.kind] = None  # it is served
+            _blocks[block.kind] = None  # replaced already
     return _blocks[kind]
 
 
@@ -200,7 +198,7 @@ def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
     except (OSError, TypeError, SyntaxError):  # no source
         return None
     (definition,) = tree.body
-    if any(isinstance(node, ast.AugAssign) for node in ast.walk(tree)):  # autograd refuses it of what a norm passes on
+    if any(isinstance(node, ast.AugAssign) for node in ast.walk(tree)):  # autograd refuses it on a tensor that a norm passes on
         return None
     norms = tuple(_rewrite(definition.body)) if isinstance(definition, ast.FunctionDef) else ()
     if not norms:
@@ -214,7 +212,7 @@ def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
 
 
 def _rewrite(body: list[ast.stmt]) -> Iterator[str]:
-    """Replace the pairs of statements of a function. Yields the names of the norms."""
+    """Replace these pairs of statements in a function. Yields the names of the norms."""
     for at, pair in reversed(list(enumerate(pairwise(body)))):
         match pair:
             case (
@@ -232,15 +230,15 @@ def _rewrite(body: list[ast.stmt]) -> Iterator[str]:
                 yield norm
 
 
-# ---- Rotate queries and keys in one launch on a GPU, in the trainer. Attention keeps its code, but for the function that rotates
-# transformers' attention classes call ``apply_rotary_pos_emb`` of their module. Here a class gets a copy of its ``forward`` in
-# which that name is ours. Nothing of transformers is written, and a model that is not prepared rotates as before. No table says
-# which families this serves: a function is replaced if it has the bits of Hugging Face's common expression on a small input. Left
-# alone are interleaved halves, angles of three dimensions, vision towers, and functions of other libraries (Liger).
+# ---- Queries and keys rotated in one launch ------------------------------------------------------
+# transformers' attention classes call their module's ``apply_rotary_pos_emb``. Here a class gets a copy of its ``forward`` in
+# which that name is ours; a model that is not prepared rotates as before. There is no table of families: a function is replaced
+# if, on a small input, it has the bits of Hugging Face's common expression. Interleaved halves, three-dimensional angles, vision
+# towers and functions of other libraries (Liger) stay as they are.
 
 #: its name in transformers
 _FUNCTION = "apply_rotary_pos_emb"
-#: a class of attention -> what ``swap`` gives it; None if it is left alone
+#: class of attention -> its behaviour for ``swap``; None for no change
 _behaviours: dict[type, type | None] = {}
 
 
@@ -265,7 +263,7 @@ def _behaviour(kind: type) -> type | None:
 
 
 def _rotating(forward: Any) -> type:
-    """A behaviour whose forward is this one, with what its module holds now, and rotates by one kernel where that can serve."""
+    """A behaviour with this forward, which rotates in one kernel if the kernel supports the input."""
     own = forward.__globals__[_FUNCTION]
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
@@ -277,7 +275,7 @@ def _rotating(forward: Any) -> type:
 
 @torch.no_grad()
 def _is_common(function: Any) -> bool:
-    """Whether a function has the bits of ``x cos + (-high, low) sin``, and keeps what of a head the tables do not reach."""
+    """Whether a function has the bits of ``x cos + (-high, low) sin`` and leaves the rest of a wider head unchanged."""
     given = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=given, device="cpu").to(torch.bfloat16)  # noqa: E731
     q, k = random(2, 3, 5, 8), random(2, 1, 5, 8)
@@ -285,7 +283,7 @@ def _is_common(function: Any) -> bool:
         cos, sin = (random(1, 5, width // 2).repeat(1, 1, 2) for _ in range(2))
         try:
             found = function(q, k, cos, sin)
-        except Exception:  # another library's, or without partial rotation, which it is then not asked for
+        except Exception:  # another library's function, or one without partial rotation, which its model then does not use
             return width < 8
         if len(found) != 2 or not all(torch.equal(y, _common(x, cos, sin)) for x, y in zip((q, k), found)):
             return False

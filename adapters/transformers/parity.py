@@ -32,8 +32,8 @@ _MICRO_BATCH = 8
 def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> Scored:
     """Load the checkpoint, convert it for the mode, and score all response tokens.
 
-    Sequences run in padded micro-batches of 8, so that they are batched differently than in the rollout. The cost is that of a
-    forward and a backward pass over the same micro-batches.
+    Sequences run in padded micro-batches of 8, so the batches differ from the rollout's. The cost is a forward and a backward
+    pass over the same micro-batches.
     """
     progress.stage("loading the trainer's model")
     model = load(job)
@@ -51,7 +51,7 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
 
 
 def load(job: Job) -> Any:
-    """The trainer's model of a mode, converted for it."""
+    """Load the trainer's model and convert it for the mode."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +63,7 @@ def load(job: Job) -> Any:
 
 
 def micro_batches(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-    """The batches that are scored at once."""
+    """Split samples into batches that are scored at once."""
     return [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
 
 
@@ -115,7 +115,7 @@ def log_probs(
 
 # ---- Where a mismatch comes from (``--explain``): the trainer's ops, taken from stock to exact one at a time
 
-#: op -> the exact counterparts that it is swapped for; the other ops are no modules
+#: op -> its exact modules; the other ops are not modules
 _MODULES: dict[str, tuple[type, ...]] = {
     "norms": (modules.ExactNorm,),
     "RoPE": (modules.ExactRotary,),
@@ -128,8 +128,8 @@ _MODULES: dict[str, tuple[type, ...]] = {
 def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> list[Step]:
     """Score samples of an exact rollout with trainers between Hugging Face's model as it is and the exact one.
 
-    The first step is the untouched BF16 model. Each further step makes one more op exact, in the order of ``OPS``, so that the
-    changes add up to the first step's mismatch. ``alone`` is the mismatch of a trainer in which that op alone is stock.
+    The first step is the untouched BF16 model. Each further step makes one more op exact, in the order of ``OPS``, so the changes
+    add up to the first step's mismatch. ``alone`` is the mismatch of a trainer in which only that op is stock.
 
     Args:
         job: in exact mode, enabled in this process.
@@ -152,7 +152,7 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
         progress.done(done)
         return _step(scored - rollout, parts, states, exact_states)
 
-    alone, taken = {}, {}  # op -> the trainer in which it alone is stock; in which it and all behind it are
+    alone, taken = {}, {}  # op -> the trainer in which only it is stock; in which it and all later ops are
     for op in ops[1:-1]:
         again = _take_back(model, op)
         alone[op] = measure({op})
@@ -174,7 +174,7 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
 
 
 def _step(difference: Tensor, parts: Tensor, states: list[Tensor], exact: list[Tensor]) -> Step:
-    """The figures of one trainer: log-probs [tokens] minus the rollout's, and hidden states beside the exact trainer's."""
+    """One trainer's figures, from its log-probs [tokens] minus the rollout's, and its and the exact trainer's hidden states."""
     apart = difference.abs()
     return Step(
         op="",
@@ -205,7 +205,7 @@ def _score(
 
 
 class _Hold:
-    """A forward hook that keeps a block's output at some tokens."""
+    """A forward hook that keeps a block's output for some tokens."""
 
     def __init__(self, states: list[Tensor], keep: list[int]) -> None:
         self.states, self.keep = states, keep
@@ -216,7 +216,7 @@ class _Hold:
 
 
 def _tokens(batch: Sequence[Sample]) -> list[int]:
-    """The flat places of a right-padded batch that hold tokens, the last of each sequence left out."""
+    """Flat positions of the tokens in a right-padded batch, without the last token of each sequence."""
     lengths = [len(s.prompt) + len(s.response) - 1 for s in batch]
     return [row * max(lengths) + place for row, length in enumerate(lengths) for place in range(length)]
 
@@ -231,7 +231,7 @@ def _swapped(model: Any, op: str) -> list[nn.Module]:
 
 
 def _take_back(model: Any, op: str) -> Callable[[], None]:
-    """Make an op of an exact model Hugging Face's own again. Returns what makes it exact."""
+    """Turn an op of an exact model back into Hugging Face's. Returns a function that makes it exact again."""
     if op == "attention":
         model.config._attn_implementation = "sdpa"
         return lambda: setattr(model.config, "_attn_implementation", NAME)

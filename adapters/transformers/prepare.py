@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- The experts of a mixture in FP8, through transformers' own registry of experts implementations
+# ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
 #: its name in transformers: ``experts_implementation="jetrl_fp8"``
 EXPERTS = "jetrl_fp8"
@@ -43,18 +43,18 @@ EXPERTS = "jetrl_fp8"
 def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts function: tokens [T, H], experts and weights [T, k] -> BF16 [T, H].
 
-    Raises ModelError for a module that ``prepare_model`` has not seen.
+    Raises ModelError for a module that ``prepare_model`` has not converted.
     """
     own = experts_of(self)
     if own is None:
         fix = "leave experts_implementation unset: the plugin sets it"
-        found = f"a {type(self).__name__} that was not"
+        found = f"a {type(self).__name__} that is not prepared"
         raise ModelError(explain(f"experts_implementation={EXPERTS!r}", required="a prepared model", found=found, fix=fix))
     return experts_forward(hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index, own)
 
 
 def check_registered(model: Any, device_type: str) -> None:
-    """Check that a model's experts can become FP8 here; nothing to check without any.
+    """Check that a model's experts, if it has any, can become FP8 here.
 
     Raises:
         NotPatchedError: the implementation is not registered with transformers.
@@ -73,14 +73,14 @@ def check_registered(model: Any, device_type: str) -> None:
 
 
 def use_fp8_experts(model: Any) -> None:
-    """Let the experts of a converted model, if it has any, compute as they were prepared: in FP8, or in BF16."""
+    """Select the plugin's implementation for a converted model's experts, whether in FP8 or in BF16."""
     if expert_modules(model):
         model.config._experts_implementation = EXPERTS
 
 
-# ---- ``head_dtype="float32"``: the trainer's ``lm_head`` in FP32, installed by swapping its class
-# The rollout holds the head in the run's 16-bit dtype. So hidden states and weights are first rounded to that dtype and
-# then multiplied in FP32: both sides use the same operands, and logits are never rounded to 16 bits.
+# ---- ``head_dtype="float32"``: the trainer's ``lm_head`` in FP32 ---------------------------------
+# The rollout holds the head in the run's 16-bit dtype. So hidden states and weights are first rounded to that dtype, and then
+# multiplied in FP32. Both sides have the same operands, and logits are never rounded to 16 bits.
 
 class Fp32Head:
     """Computes FP32 logits ``[..., V]`` from hidden states ``[..., K]``, with autocast off."""
@@ -127,17 +127,17 @@ def widen_head(model: Any, config: Config) -> None:
     model.lm_head.jetrl_dtype = getattr(torch, config.compute_dtype)
 
 
-# ---- Move FP8 layers of a running trainer to BF16, in place --------------------------------------
+# ---- The precision guard: move FP8 layers of a running trainer to BF16, in place -----------------
 
 def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
-    """Move layers to BF16, as ``exclude`` would have: all of them, or none and raise.
+    """Move layers to BF16, as if ``exclude`` had named them: all of them, or none and raise.
 
-    Parameters keep their identity, so FSDP, ZeRO and the optimizer are unaffected. The layer keeps its FP8 state, which a
-    fused activation before it may still read.
+    Parameters stay the same objects, so FSDP, ZeRO and the optimizer are unaffected. The layer keeps its FP8 state, which a fused
+    activation before it may still read.
 
     Args:
         layers: ``Fp8Linear`` by name, and modules of experts.
-        exact: whether they get the batch-invariant GEMM of exact mode, with their splits of K, or ``nn.Linear``'s.
+        exact: whether they get the batch-invariant GEMM of exact mode, with its splits of K, instead of ``nn.Linear``'s.
 
     Raises:
         ModelError: a layer is neither, or its weight is gathered in FP8 and has no BF16 value.
@@ -172,7 +172,7 @@ def _check(name: str, layer: Any) -> None:
         )
 
 
-# ---- Convert a Hugging Face model for the trainer: FP8 linears, and in exact mode the rollout's other ops too
+# ---- Convert a model -----------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +190,9 @@ def prepare_model(
 
     Args:
         model: a Hugging Face model with an ``lm_head``.
-        rollout_tp: tensor-parallel size of the rollout, whose order of partial sums the trainer follows.
+        rollout_tp: tensor-parallel size of the rollout. The trainer adds the same partial sums in the same order.
         device_type: device the model will run on; decides the backend.
-        rollout_ep: expert-parallel size of the rollout, which decides the same for experts.
+        rollout_ep: expert-parallel size of the rollout. The same for experts.
 
     Returns:
         Names of the quantized layers: those converted here or, if only the rollout is quantized, those that the rollout
@@ -242,14 +242,14 @@ def _heads(config: Any) -> tuple[tuple[int, int], int]:
 
 
 def note_cut(layers: list[str], tp: int) -> None:
-    """Log and record the layers that ``on_cut="bf16"`` leaves in BF16. Says it once per process."""
+    """Log, once per process, and record the layers that ``on_cut="bf16"`` leaves in BF16."""
     if set(layers) - set(session.run_notes().cut):
         logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
     session.register_cut(layers)
 
 
 def drop_nothing(model: Any) -> None:
-    """Turn dropout off in a model, as in the rollout. Its configuration, which a checkpoint saves, stays as it is."""
+    """Turn a model's dropout off, because the rollout has none. Its configuration, which a checkpoint saves, does not change."""
     found: dict[str, float] = {}
     for module in model.modules():
         for name in DROPOUTS:

@@ -22,14 +22,14 @@ __all__ = [
 
 
 # ---- How an engine's process ended, in words -----------------------------------------------------
-# The pipe by which vLLM sees that a process ends is closed a moment before the process can be asked for its exit status, and
-# vLLM then reports ``Failed core proc(s): {}``.
+# vLLM notices the end of a process by a pipe, which closes a moment before the exit status is available. It then reports
+# ``Failed core proc(s): {}``.
 
-_PATIENCE = 10.0  # seconds that a process may need to its end after its pipe is closed
+_PATIENCE = 10.0  # seconds that a process may take to end after its pipe is closed
 
 
 def finished_procs(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ``CoreEngineProcManager.finished_procs``: wait for the processes that are ending, and name a signal that ended one."""
+    """Wrap ``CoreEngineProcManager.finished_procs``: wait for processes that are ending, and name the signal that ended one."""
 
     def finished_procs(self: Any) -> dict[str, Any]:
         for process in self.processes:
@@ -49,28 +49,28 @@ def _in_words(status: int) -> str:
         return f"killed by signal {-status}"
 
 
-# ---- The shared memory of vLLM's processes: nothing of it is left behind -------------------------
-# A queue between an engine and its workers has a name in ``/dev/shm`` that its writer removes when it ends, which a killed
-# process never does. The name is needed only until every reader has mapped the memory. So it is with the memory over which
-# tensor-parallel workers on a CPU reduce (4 MB a worker).
+# ---- Shared memory that a killed process leaves behind -------------------------------------------
+# A queue between an engine and its workers has a name in ``/dev/shm``. Its writer removes the name at its end, but a killed
+# process cannot. The name is needed only until every reader has mapped the memory, so it is removed then. The same holds for the
+# memory that tensor-parallel workers on a CPU reduce over (4 MB per worker).
 #
-# A worker that loads a checkpoint draws a progress bar. tqdm then makes a lock for bars of several processes, which in a spawned
-# process is a semaphore with such a name (32 bytes). No other process can have that lock, so none is made there.
+# A worker that loads a checkpoint draws a progress bar, for which tqdm creates a multiprocessing lock. In a spawned process this
+# is a named semaphore (32 bytes) that no other process can use, so none is created there.
 
 def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``MessageQueue.wait_until_ready``: once it returns in the writer, all readers on this machine have the memory."""
+    """Wrap ``MessageQueue.wait_until_ready``: when it returns in the writer, all readers on this machine have the memory."""
 
     def wait_until_ready(self: Any) -> None:
         original(self)
         if self._is_writer and self.buffer is not None and self.buffer.is_creator:
             self.buffer.shared_memory.unlink()
-            self.buffer.is_creator = False  # so that nobody removes the name again
+            self.buffer.is_creator = False  # so that the name is not removed again
 
     return wait_until_ready
 
 
 def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wrap ``_CPUSHMDistributed._init_cpu_shm``: it ends with a barrier, after which each rank has mapped the memory of all."""
+    """Wrap ``_CPUSHMDistributed._init_cpu_shm``, which ends with a barrier: by then every rank has mapped the memory of all."""
 
     def init_cpu_shm(self: Any) -> int:
         handle = original(self)
@@ -82,7 +82,7 @@ def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``TqdmDefaultWriteLock.create_mp_lock``: in a spawned process, bars have the lock of their threads alone."""
+    """Wrap ``TqdmDefaultWriteLock.create_mp_lock``: in a spawned process bars use the lock between threads only."""
 
     def create_mp_lock(cls: Any) -> None:
         if multiprocessing.get_start_method(allow_none=True) != "spawn":
@@ -93,12 +93,12 @@ def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return create_mp_lock
 
 
-# ---- vLLM's rotary embedding on a CPU, for queries that have a dimension for their heads, as in latent attention
-# The kernel takes the row of a query [T, heads, width] for as long as that of one head, and rotates other numbers (seen in
-# 0.30; no error says so). In two dimensions, [T, heads * width], it is right.
+# ---- The rotary embedding on a CPU, for 3D queries as in latent attention ------------------------
+# For a query [T, heads, width] the kernel takes the stride of a row to be that of one head, and rotates the wrong numbers without
+# an error (seen in 0.30). In two dimensions, [T, heads * width], it is right.
 
 def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``RotaryEmbedding.forward_cpu``. What it returns counts: of a query in slices it rotates a copy."""
+    """Wrap ``RotaryEmbedding.forward_cpu``. Use what it returns: it rotates a copy of a query that is not contiguous."""
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
         flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
@@ -131,7 +131,7 @@ _WATCHED: Attached[Any] = Attached("_jetrl_watched", "vLLM packs a layer anew af
 def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``dispatch_cpu_unquantized_gemm``. The packed copy takes memory in addition to the weight.
 
-    Not covered: writes that bypass the parameter's ``weight_loader``.
+    Does not cover writes that bypass the parameter's ``weight_loader``.
     """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
@@ -197,7 +197,7 @@ def _loaded_convolution(layer: Any) -> Any:
 
 
 def keep_latent_weight(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``MLAAttention.process_weights_after_loading``. Off AMX it leaves the weight alone."""
+    """Wrap ``MLAAttention.process_weights_after_loading``. Without AMX, vLLM keeps the weight by itself."""
 
     def process_weights_after_loading(self: Any, act_dtype: Any) -> None:
         weight = self.kv_b_proj.weight
@@ -208,7 +208,7 @@ def keep_latent_weight(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_live_experts(model: Any) -> None:
-    """Let the BF16 experts of a loaded model be packed again whenever vLLM processes new weights; nothing to do off the CPU."""
+    """Have the BF16 experts of a loaded model packed again whenever vLLM processes new weights. Does nothing off the CPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -231,6 +231,8 @@ def _packing(original: Callable[..., None], kernel: Any) -> Callable[..., None]:
 # ---- What vLLM changes outside of an engine, and images -----------------------------------------
 
 def decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``Base._decorate_for_torch_compile``: an eager engine leaves transformers' class alone."""
+
     def decorate_for_torch_compile(self: Any) -> None:
         if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
             original(self)
@@ -239,10 +241,10 @@ def decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any
 
 
 def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineArgs.create_engine_config``: let the processor of images normalize pixels, as the trainer's does.
+    """Wrap ``EngineArgs.create_engine_config``: the image processor normalizes pixels, as in the trainer, and not the model.
 
-    Where the model does it, the mean and the deviation are buffers that no checkpoint holds. ``load_format="dummy"``, verl's
-    default, fills them with noise, and no weight sync repairs them. vLLM's default is True in some releases.
+    A model that normalizes holds mean and deviation in buffers that are not in the checkpoint. ``load_format="dummy"``, verl's
+    default, fills them with noise, and no weight sync repairs them. Some vLLM releases normalize in the model by default.
     """
 
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine's end of a weight sync: poison, load, check completeness, and report digests of what is in memory."""
+"""The engine's side of a weight sync: poison, load, check completeness, and digest what is in memory."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_mo
 from jetrl_patch.adapters.vllm.postload import absorb, made
 from jetrl_patch.adapters.vllm.shards import Shard, hf_name, hf_names, shards_of, vllm_names
 from jetrl_patch.errors import AuditError, SyncError, explain
+from jetrl_patch.patching.attached import Attached
 from jetrl_patch.sync.digest import Pieces, Rect, as_2d
 from jetrl_patch.sync.protocol import dtype_name
 
 __all__ = ["VllmInstaller", "add_plain", "guarded_modules", "to_bf16"]
 
 
-# ---- Digests of what a weight sync sends as it is: embeddings, ``lm_head``, norms, biases, routers, layers left in BF16
+# ---- Digests of tensors that a sync sends unquantized: embeddings, ``lm_head``, norms, biases, routers, BF16 layers
 # A parameter is compared only if this rank holds it as it was sent: in the announced dtype or in FP32, and whole or as a
-# rectangle that a ``Shard`` describes. The others (casts, transformed towers) are checked for completeness alone.
+# rectangle that a ``Shard`` describes. For the others (casts, transformed vision towers) only completeness is checked.
 
 #: shape and dtype of each tensor that a sync announced, by Hugging Face name
 Sent = Mapping[str, tuple[tuple[int, ...], str]]
 
-#: what a gated delta net has, and no other layer that vLLM runs
+#: attributes that identify a gated delta net among vLLM's layers
 _DELTA_NET = ("A_log", "dt_bias", "conv1d", "key_dim", "value_dim")
 
 
 def add_plain(pieces: Pieces, model: torch.nn.Module, sent: Sent) -> None:
-    """Add what this rank holds of ``sent``, under Hugging Face's names and coordinates."""
+    """Add this rank's part of the tensors in ``sent``, under Hugging Face's names and coordinates."""
     mapper, packed = getattr(model, "hf_to_vllm_mapper", None), getattr(model, "packed_modules_mapping", {})
     names = {id(layer): method.names for layer, method in quantized_modules(model)}
     names |= {id(layer): guarded for layer, guarded in guarded_modules(model)}
@@ -75,7 +76,7 @@ _Piece = tuple[str, slice, slice, torch.Tensor]
 
 
 def _of_delta_net(net: Any, name: str) -> Iterator[_Piece]:
-    """Yield this rank's heads of a gated delta net: its decays, and the rows of its convolution, which are those of q, k and v.
+    """Yield this rank's heads of a gated delta net: the decays, and the convolution's rows of q, k and v.
 
     vLLM holds ``A_log`` in FP32.
     """
@@ -92,7 +93,7 @@ def _of_delta_net(net: Any, name: str) -> Iterator[_Piece]:
 
 
 def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Piece]:
-    """Yield the pieces of a linear layer's weight and bias, if it holds something that was sent."""
+    """Yield the pieces of a linear layer's weight and bias, if one of them was sent."""
     if not any(f"{name}.{key}" in sent for name in names for key in ("weight", "bias")):
         return
     weight, bias = (getattr(layer, key, None) for key in ("weight", "bias"))
@@ -106,7 +107,7 @@ def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Pie
 
 
 def _beside_weight(layer: torch.nn.Module, name: str) -> Iterator[_Piece]:
-    """Yield what a linear layer holds beside weight and bias, whole: the correction of scores in a router."""
+    """Yield a linear layer's other parameters, whole: a router's correction of scores."""
     for key, tensor in layer.named_parameters(recurse=False):
         if key not in ("weight", "bias"):
             yield f"{name}.{key}", slice(None), slice(None), tensor.data
@@ -115,9 +116,9 @@ def _beside_weight(layer: torch.nn.Module, name: str) -> Iterator[_Piece]:
 def _add(
     pieces: Pieces, name: str, announced: tuple[tuple[int, ...], str], rows: slice, columns: slice, data: torch.Tensor
 ) -> None:
-    """Add one piece if it is what was announced for this place; an empty slice stands for everything.
+    """Add one piece if its shape and dtype are the announced ones. ``slice(None)`` means all rows or columns.
 
-    What is held in FP32 and was sent in BF16 must have lost nothing: it is compared as it was sent.
+    A tensor held in FP32 but sent in BF16 is compared in BF16, and must not have lost anything.
     """
     (shape, dtype), matrix = announced, as_2d(data)
     whole = as_2d(torch.empty(shape, device="meta")).shape
@@ -132,11 +133,16 @@ def _add(
         pieces.add(name, row0, row1, col0, col1, data)
 
 
-# ---- Move FP8 layers of a running engine to BF16, in place, before the weights that follow -------
+# ---- The precision guard: move FP8 layers of a running engine to BF16, before the weights arrive -
+
+_GUARDED: Attached[list[str]] = Attached(
+    "_jetrl_guarded", "the layer's method, which knew its Hugging Face names, is replaced by vLLM's"
+)
+
 
 @dataclass(frozen=True)
 class _Change:
-    """A layer, its new method and its new weight."""
+    """A layer with its new method and its new, uninitialized weight."""
 
     layer: LinearBase
     names: list[str]
@@ -148,13 +154,13 @@ class _Change:
         del layer.weight, layer.weight_scale_inv
         layer.weight = self.weight
         layer.quant_method = self.method
-        layer.jetrl_guarded = self.names
+        _GUARDED.set(layer, self.names)
         self.method.process_weights_after_loading(layer)  # where vLLM packs weights, later loads are packed again
 
 
 @dataclass(frozen=True)
 class _Experts:
-    """Experts and the room for their BF16 weights. They keep their method."""
+    """Experts and the memory for their BF16 weights. They keep their method."""
 
     layer: Any
     method: QuantizedExpertsMethod
@@ -165,14 +171,14 @@ class _Experts:
 
 
 def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
-    """Move FP8 linears and experts to BF16, as ``exclude`` would have. Their weights are uninitialized until loaded.
+    """Move FP8 linears and experts to BF16, as if ``exclude`` had named them. Their weights are uninitialized until loaded.
 
     Args:
         wanted: Hugging Face module names.
 
     Raises:
-        AuditError: a name is not an FP8 layer here, or only part of a fused one, or of the experts of a block. Nothing has
-            changed then.
+        AuditError: a name is not an FP8 layer here, or is only a part of a fused layer or of a block's experts. Nothing has
+            changed.
     """
     missing = set(wanted)
     changes: list[_Change | _Experts] = []
@@ -192,7 +198,7 @@ def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
 
 
 def _takes(layers: list[str], missing: set[str]) -> bool:
-    """Whether all of these layers are to change, and take them off the list. Raises AuditError if only some are."""
+    """Remove these layers from ``missing`` and return whether they were in it. Raises AuditError if only some were."""
     inside = [name for name in layers if name in missing]
     missing -= set(inside)
     if inside and len(inside) != len(layers):
@@ -206,7 +212,8 @@ def _takes(layers: list[str], missing: set[str]) -> bool:
 
 def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]]:
     """Return the linears that ``to_bf16`` changed, with their Hugging Face names, in module order."""
-    return [(m, m.jetrl_guarded) for m in model.modules() if isinstance(m, LinearBase) and hasattr(m, "jetrl_guarded")]
+    linears = (module for module in model.modules() if isinstance(module, LinearBase))
+    return [(linear, names) for linear in linears if (names := _GUARDED.get(linear)) is not None]
 
 
 def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> _Change:
@@ -221,7 +228,7 @@ def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedL
     return _Change(layer, list(method.names), made, holder.weight)
 
 
-# ---- The engine's end of a weight sync: poison, load, check completeness, and report digests of what is in memory
+# ---- The installer -------------------------------------------------------------------------------
 
 class VllmInstaller:
     """Implements ``jetrl_patch.sync.receive.Installer`` for one worker's part of a vLLM model.
@@ -236,24 +243,24 @@ class VllmInstaller:
         self._captured: dict[str, int] = {}
 
     def quantized_layers(self) -> list[str]:
-        """Return the Hugging Face names of the quantized layers, those of experts last, also of experts on other ranks."""
+        """Return the Hugging Face names of the quantized layers. Experts are last, and include those of other ranks."""
         linears = [name for _, method in quantized_modules(self.model) for name in method.names]
         experts = (method for _, method in expert_modules(self.model) if method.plain is None)
         return linears + [name for method in experts for name in method.layers()]
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:
-        """Move these layers to BF16, as the precision guard decided."""
+        """Move these layers to BF16, as the precision guard has decided."""
         to_bf16(self.model, layers)
         session.register_guarded(layers)
 
     def stay_in_place(self) -> None:
-        """Require that later syncs leave parameters and buffers where they lie: captured graphs hold their addresses."""
+        """Require that later syncs do not move parameters or buffers, because captured graphs hold their addresses."""
         self._captured = _addresses(self.model)
 
     @torch.no_grad()
     def poison(self) -> None:
-        """Fill every parameter with NaN, quantized weights and scales included, so that an unwritten one shows."""
+        """Fill every parameter with NaN, including quantized weights and scales, so that an unwritten one shows."""
         self._loaded = set()
         for layer, method in expert_modules(self.model):
             method.expect(layer)
@@ -269,8 +276,8 @@ class VllmInstaller:
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load whole Hugging Face tensors into this rank's part of the model.
 
-        The second name of a tied weight, ``lm_head`` beside the embedding, is left out: vLLM skips it, and vLLM 0.30 refuses a
-        call that has it without the first, which may have come in another bucket. ``finish`` requires the first.
+        The second name of a tied weight is dropped: ``lm_head``, if it is the embedding. vLLM skips it, and vLLM 0.30 refuses it
+        in a call without the first name, which may be in another bucket. ``finish`` requires the first name.
         """
         tied = self._tied()
         named = ((name, weight) for name, weight in weights if name not in tied)
@@ -283,13 +290,13 @@ class VllmInstaller:
         return {f"{hf_name(module, mapper)}.{leaf}" for module, _, leaf in again}
 
     def finish(self) -> None:
-        """Check completeness, and make again what vLLM has made of the weights.
+        """Check completeness, and recompute what vLLM derives from the weights.
 
-        Raises SyncError, which names the parameters still missing, or those that captured graphs no longer find.
+        Raises SyncError with the names of parameters that are missing, or that moved although captured graphs read them.
         """
         # Tied parameters are one object with two names: named_parameters() lists it once, load() may use either name.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
-        # A weight that arrived in BF16 was quantized here, and its scales are recorded under the weight's name only.
+        # For a weight that arrived in BF16 and was quantized here, only the weight's name is recorded, not that of its scales.
         experts = expert_modules(self.model)
         ids |= {id(getattr(layer, name)) for layer, method in experts for name in method.parameters} | made(self.model)
         missing = [
@@ -317,10 +324,10 @@ class VllmInstaller:
 
     @torch.no_grad()
     def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:
-        """Return digests of what is in this rank's memory, under Hugging Face's names and coordinates.
+        """Return digests of this rank's memory, under Hugging Face's names and coordinates.
 
-        These are the quantized weights, their scales, the guarded weights and experts in BF16, and of ``plain`` what is held as
-        it was sent.
+        They cover quantized weights, their scales, layers and experts that the guard moved to BF16, and the tensors in ``plain``
+        that are held as they were sent.
         """
         pieces = Pieces()
         add_plain(pieces, self.model, plain)
@@ -342,7 +349,7 @@ class VllmInstaller:
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Where each parameter and buffer of a model lies."""
+    """The address of each parameter and buffer of a model."""
     return {name: tensor.data_ptr() for tensors in (model.named_parameters(), model.named_buffers()) for name, tensor in tensors}
 
 

@@ -1,5 +1,4 @@
-"""The quantizations of jetrl_patch in vLLM: one class, registered under the name of the run's format, with the plugin's other
-entries."""
+"""The plugin's quantization in vLLM, registered under the name of the run's format, and its other registry entries."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["JetrlQuantConfig", "fill", "quantization_name"]
 
 
-# ---- The quantizations of jetrl_patch in vLLM: one class, registered under the name of the run's format
-# It decides which linears are quantized (``method.QuantizedLinearMethod``) and which stay in BF16, and refuses to serve in a
-# process that is not patched.
+# ---- The quantization ----------------------------------------------------------------------------
+# It decides which layers are quantized and which stay in BF16, and refuses to serve in a process that is not patched.
 
 def quantization_name(config: Config) -> str:
     """Return vLLM's name for the quantization of a quantized mode."""
@@ -52,7 +50,7 @@ def quantization_name(config: Config) -> str:
 
 
 class JetrlQuantConfig(QuantizationConfig):
-    """The plugin's settings inside vLLM. It travels pickled to every worker, whose own settings must be equal."""
+    """The plugin's settings inside vLLM. vLLM pickles it for every worker, whose own settings must be equal."""
 
     _packed: ChainMap[str, list[str]]
 
@@ -60,15 +58,15 @@ class JetrlQuantConfig(QuantizationConfig):
         super().__init__()
         self.config = session.active_config()
         self.cut: list[str] = []
-        #: of the whole model; models inside it have their own, for names that begin with theirs
+        #: name map of the whole model; models inside it have maps of their own, which are ignored
         self.mapper: WeightsMapper | None = None
 
     @property
     def packed_modules_mapping(self) -> ChainMap[str, list[str]]:
-        """The layers that vLLM merges -> their parts in a checkpoint.
+        """Layers that vLLM merges -> their parts in a checkpoint.
 
-        vLLM sets it for the whole model and then for each model inside it, whose classes may know other checkpoints; the first
-        one counts. The dictionaries are the classes' own, which enter more as they build a model.
+        vLLM sets it for the whole model and then for each model inside it, whose class may be made for other checkpoints. The
+        first one wins. The dictionaries are the classes' own, because a class adds entries while it builds a model.
         """
         return self._packed
 
@@ -84,7 +82,7 @@ class JetrlQuantConfig(QuantizationConfig):
         return [torch.bfloat16]
 
     def get_min_capability(self) -> int:
-        """Return the format's compute capability. vLLM calls it on an instance."""
+        """Return the compute capability that the format needs. vLLM calls it on an instance."""
         assert self.config.format is not None
         return self.config.format.capability
 
@@ -112,7 +110,7 @@ class JetrlQuantConfig(QuantizationConfig):
             )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """Keep the first map of names: vLLM builds the whole model before the models inside it."""
+        """Keep the first name map, that of the whole model: vLLM builds it before the models inside it."""
         self.mapper = self.mapper or hf_to_vllm_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -131,17 +129,17 @@ class JetrlQuantConfig(QuantizationConfig):
         return None
 
     def _leaves_in_bf16(self, layer: RowParallelLinear, name: str) -> bool:
-        """Whether ``on_cut`` takes this layer out of FP8, by the function that decides in the trainer."""
+        """Whether ``on_cut`` leaves this layer in BF16. The trainer decides by the same function."""
         if self.config.on_cut == "refuse" or self.config.channelwise:
             return False
-        # vLLM asks for the method in the base class, after the row-parallel class has set its share of K
+        # the row-parallel class sets its share of K before the base class asks for the method
         found = is_cut(name, layer.input_size, layer.input_size // layer.input_size_per_partition)
         if found:
             session.register_cut([name])
         return found
 
     def _require_patched(self) -> None:
-        """Raise if the plugin was not loaded here: this config arrives pickled even if ``VLLM_PLUGINS`` excludes it."""
+        """Raise if the plugin was not loaded here. A pickled config arrives even if ``VLLM_PLUGINS`` excludes the plugin."""
         session.require_active("the vLLM worker", self.config)
         if not REGISTRIES.filled:
             raise NotPatchedError(
@@ -150,7 +148,7 @@ class JetrlQuantConfig(QuantizationConfig):
             )
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the linear ``name`` is quantized, whose last part is vLLM's. Raises ModelError if its fused parts differ."""
+        """Whether the linear is quantized. ``name`` ends in vLLM's own name. Raises ModelError if its fused parts differ."""
         names = hf_names(name, self.packed_modules_mapping)
         out = [name for name in names if not is_quantized(name, self.config.exclude)]
         if out and len(out) != len(names):
@@ -162,20 +160,20 @@ class JetrlQuantConfig(QuantizationConfig):
         return not out
 
 
-# ---- The plugin's entries in vLLM's registries. Importing this imports vLLM's layers -------------
+# ---- The entries in vLLM's registries ------------------------------------------------------------
 
-#: what exact mode turns off on a GPU; ``engine`` refuses it where the user has turned it on
+#: turned off by exact mode on a GPU; ``engine`` raises if the user has turned one on
 _OFF = {
     "VLLM_USE_V2_MODEL_RUNNER": "the log-softmax of vLLM's V2 model runner, the default on CUDA, differs from the trainer's",
     "VLLM_USE_FLASHINFER_SAMPLER": "with FlashInfer's sampler, the default on CUDA, log-probs vary from about 44 sequences a "
     "batch on (https://github.com/vllm-project/vllm/issues/51187)",
 }
-#: seconds that an engine may take to its first start. DeepGEMM compiles up to a hundred kernels with nvcc, some seconds each
+#: seconds for an engine's first start: DeepGEMM compiles up to a hundred kernels with nvcc, a few seconds each
 FIRST_START = 3600
 
 
 def fill(config: Config, journal: Journal) -> None:
-    """Register, through the journal, the quantization and, in exact mode, the row-parallel linear, ops and attention."""
+    """Register the quantization and, in exact mode, linears, ops and attention. All of it through the journal."""
     # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
     getattr(torch.cpu, "_init_amx", lambda: None)()
     if not config.quantized_rollout:
@@ -260,7 +258,7 @@ def _exact(journal: Journal) -> None:
         target=f"vllm attention backend {place.name!r}",
         reason="the trainer's attention over vLLM's paged cache",
     )
-    # vLLM remembers which backend it chose, and would build another engine of this process with the one of an earlier engine.
+    # vLLM caches its choice of backend. A later engine in this process would get an earlier engine's.
     journal.set_attr(
         selector,
         "_cached_get_attn_backend",

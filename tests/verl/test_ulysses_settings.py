@@ -78,8 +78,8 @@ def test_only_an_engine_that_cuts_sequences_changes_its_model():
     assert model.config._attn_implementation == "eager"
     ulysses.share(model, engine_of(2))
     assert model.config._attn_implementation == PACKED
-    exchanges = {id(m.jetrl_exchange) for m in model.modules() if hasattr(m, "jetrl_exchange")}
-    assert len(exchanges) == 1 and model.model.layers[2].self_attn.jetrl_exchange.size == 2
+    exchanges = {id(m._jetrl_exchange) for m in model.modules() if hasattr(m, "_jetrl_exchange")}
+    assert len(exchanges) == 1 and model.model.layers[2].self_attn._jetrl_exchange.size == 2
 
 
 def test_verls_flash_attention_is_left_to_verl():
@@ -87,7 +87,7 @@ def test_verls_flash_attention_is_left_to_verl():
     model.config._attn_implementation_internal = "flash_attention_2"
     ulysses.share(model, engine_of(2))
     assert model.config._attn_implementation == "flash_attention_2"
-    assert not any(hasattr(m, "jetrl_exchange") for m in model.modules())
+    assert not any(hasattr(m, "_jetrl_exchange") for m in model.modules())
 
 
 @pytest.mark.parametrize("what", ["flex_attention", "a layer without it", "vision"])
@@ -101,7 +101,7 @@ def test_an_attention_that_would_see_slices_is_refused(what):
         model.model.layers[1].self_attn = nn.Identity()
     with pytest.raises(ModelError, match=r"sequence parallelism of Qwen3ForCausalLM: required .*found .*\. Set"):
         ulysses.share(model, engine_of(2))
-    assert not any(hasattr(m, "jetrl_exchange") for m in model.modules())
+    assert not any(hasattr(m, "_jetrl_exchange") for m in model.modules())
 
 
 def test_a_padded_batch_is_refused():
