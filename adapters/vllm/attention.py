@@ -21,40 +21,51 @@ from jetrl_patch.exact import ops
 
 __all__ = [
     "ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAttentionImpl", "ExactCudaAttentionBackend",
-    "ExactCudaAttentionBuilder", "ExactCudaAttentionImpl", "ExactCudaMetadata", "attend", "refuse_attention",
+    "ExactCudaAttentionBuilder", "ExactCudaAttentionImpl", "ExactCudaMetadata", "attend",
 ]  # fmt: skip
 
 
-# ---- Features that change the formula: refused by name on every device ----------------------------
+# ---- What every device shares --------------------------------------------------------------------
 
-def refuse_attention(
-    *,
-    alibi_slopes: Any,
-    sliding_window: int | None,
-    kv_cache_dtype: str,
-    logits_soft_cap: float | None,
-    attn_type: str,
-    kv_sharing_target_layer_name: Any,
-    sinks: Any,
-) -> None:
-    """Raise ModelError unless this is causal BF16 attention over whole contexts. Parameter names are vLLM's."""
-    refused = {
-        "ALiBi": alibi_slopes is not None,
-        "a sliding window": sliding_window is not None,
-        f"a quantized KV cache ({kv_cache_dtype})": kv_cache_dtype not in ("auto", "bfloat16"),
-        "capped attention logits": bool(logits_soft_cap),
-        f"{attn_type} attention": attn_type != "decoder",
-        "a KV cache shared between layers": kv_sharing_target_layer_name is not None,
-        "attention sinks": sinks is not None,
-    }
-    found = [what for what, there in refused.items() if there]
-    if found:
-        raise ModelError(
-            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Use align='linear'."
-        )
+class _ExactImpl:
+    """Causal BF16 attention over whole contexts. It refuses, by name, every feature that would change the formula."""
 
+    jetrl_exact = True
 
-# ---- One step over vLLM's paged cache, on every device --------------------------------------------
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
+        kind = AttentionType(attn_type).value
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            f"a quantized KV cache ({kv_cache_dtype})": kv_cache_dtype not in ("auto", "bfloat16"),
+            "capped attention logits": bool(logits_soft_cap),
+            f"{kind} attention": kind != "decoder",
+            "a KV cache shared between layers": kv_sharing_target_layer_name is not None,
+            "attention sinks": sinks is not None,
+            f"attention with {', '.join(unknown)}": bool(unknown),
+        }
+        found = [what for what, there in refused.items() if there]
+        if found:
+            raise ModelError(
+                f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Use align='linear'."
+            )
+        settings = (num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None)
+        super().__init__(*settings)  # type: ignore[call-arg]  # of vLLM's class beside this one
+
 
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
@@ -104,47 +115,8 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Causal attention over whole contexts."""
-
-    jetrl_exact = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        refuse_attention(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            sinks=sinks,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
+class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
+    """The trainer's kernel over its own layout of vLLM's cache."""
 
     @staticmethod
     def pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,40 +226,8 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
         )
 
 
-class ExactCudaAttentionImpl(TritonAttentionImpl):
+class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
     """Fills the cache like its parent, and reads it with the trainer's kernel."""
-
-    jetrl_exact = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: AttentionType = AttentionType.DECODER,
-        kv_sharing_target_layer_name: Any = None,
-        sinks: torch.Tensor | None = None,
-        **unknown: Any,
-    ) -> None:
-        refuse_attention(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=AttentionType(attn_type).value,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            sinks=sinks,
-        )
-        if unknown:
-            raise ModelError(f"align='exact' does not support attention with {', '.join(unknown)}. Use align='linear'.")
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None
-        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return False: the output is rounded to BF16 once."""
