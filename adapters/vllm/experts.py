@@ -34,23 +34,22 @@ if TYPE_CHECKING:
 __all__ = ["Piece", "QuantizedExpertsMethod", "check_eager", "expert_modules", "finish"]
 
 
-# ---- The runner of a mixture: it returns the experts of each token, and in exact mode it leaves the sum over the ranks to others
-# vLLM returns the experts of each token (``enable_return_routed_experts``) from its own routers, or from a module with a
+# ---- The runner of a mixture ---------------------------------------------------------------------
+# To return the experts of each token (``enable_return_routed_experts``), vLLM asks its own routers, or a module with a
 # ``capture_fn``. The runner is such a module, because in exact mode the experts method routes.
 #
-# vLLM adds the routed and the shared experts of each rank in BF16 and reduces the sum over the ranks. In exact mode each of the
-# two is complete, and rounded once, before they are added, as in the trainer: the experts method and ``ExactRowParallelLinear``
-# add the ranks' FP32 sums. So the down projection of shared experts, which vLLM builds without a reduction of its own, gets one,
-# and the runner loses its own.
+# vLLM adds a rank's routed and shared experts in BF16 and then sums over the ranks. In exact mode both are summed over the ranks
+# and rounded once before they are added, as in the trainer: the experts method and ``ExactRowParallelLinear`` add the ranks' FP32
+# sums. So the down projection of shared experts gets a reduction, which vLLM builds it without, and the runner loses its own.
 
 class CapturingRunner(MoERunner):
-    """Hands the experts that the method computes with to whom vLLM returns them."""
+    """Passes the experts that the method uses on to vLLM's capture function."""
 
     routed_experts: Any
 
     @property
     def capture_fn(self) -> Callable[[torch.Tensor], None] | None:
-        """Takes the experts [T, k] that the method computes with."""
+        """vLLM's function for the experts [T, k] that the method uses."""
         found: Callable[[torch.Tensor], None] | None = self.routed_experts.quant_method.capture
         return found
 
@@ -60,7 +59,7 @@ class CapturingRunner(MoERunner):
 
 
 class CompleteRunner(CapturingRunner):
-    """Adds routed and shared experts that are the same on every rank."""
+    """Adds routed and shared experts without a reduction: both are complete on every rank."""
 
     def _maybe_reduce_final_output(
         self, states: torch.Tensor, trunc_size: int | None, output_is_reduced: bool | None = None
@@ -85,18 +84,18 @@ def finish(model: torch.nn.Module) -> None:
                 layer.reduce_results = True
 
 
-# ---- The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16
-# vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
-# each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears; experts that
-# ``exclude`` names, or that the precision guard moved, are BF16 and have none. Of several ranks each holds either a range of
-# the experts, or a range of every expert's intermediate size: rows of gate and up, columns of down.
+# ---- The experts method --------------------------------------------------------------------------
+# vLLM stores the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``. The trainer sends
+# the three matrices of each expert under their checkpoint names. Scales are stored per row, as in the linears. Experts that
+# ``exclude`` names or that the precision guard has moved are BF16, without scales. With several ranks, each holds a range of the
+# experts, or a range of every expert's intermediate size: rows of gate and up, columns of down.
 
-#: vLLM's names of an expert's matrices: w1 and w3 lie in ``w13``, one below the other
+#: vLLM's names of an expert's matrices; w1 and w3 are in ``w13``, w1 first
 _SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
 
 
 class Piece(NamedTuple):
-    """What this rank holds of one matrix of one expert: e4m3 [N, K], scales FP32 [N, ceil(K/128)], or BF16, and what it is."""
+    """This rank's part of one expert's matrix: e4m3 [N, K] with FP32 scales [N, ceil(K/128)], or BF16, and its place."""
 
     weight: torch.Tensor
     scale: torch.Tensor | None
@@ -104,16 +103,16 @@ class Piece(NamedTuple):
 
 
 class QuantizedExpertsMethod(FusedMoEMethodBase):
-    """Experts in FP8, or in BF16 beside others. In exact mode it chooses them too; else it takes the choice of vLLM's router.
+    """The experts of one block, in FP8 or in BF16. In exact mode this also routes; otherwise vLLM's router does.
 
     Args:
-        quantized: whether they are FP8.
+        quantized: whether the experts are FP8.
 
     Attributes:
-        plain: the products of experts in BF16; None in FP8.
+        plain: the products of BF16 experts; None in FP8.
 
     Raises:
-        ModelError: a router, activation or split that the trainer does not share.
+        ModelError: the trainer does not support the router, the activation or the split.
     """
 
     def __init__(
@@ -125,16 +124,16 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.exact = config.exact
         self.format = format_of(config)
         self.scale_format = config.scale_format
-        #: factor of the routing weights, where the model has one; see ``routing``
+        #: the model's factor for routing weights, if it has one; see ``worker.finish_routing``
         self.scale = 1.0
-        #: takes the experts [T, k] of each forward pass, where the engine returns them; see ``runner``
+        #: receives the experts [T, k] of each forward pass, if the engine returns them; see ``CapturingRunner``
         self.capture: Callable[[torch.Tensor], None] | None = None
         self._unwritten: set[tuple[str, int, str]] = set()
         _check(layer, self.exact)
         parallel, self.experts = layer.moe_config.moe_parallel_config, layer.moe_config.num_experts
         by_experts = parallel.ep_size > 1
         self.split = ExpertSplit.of(parallel.ep_size if by_experts else parallel.tp_size, parallel.ep_size)
-        #: into how many parts each expert's intermediate size is split, and which one this rank holds
+        #: number of parts that each expert's intermediate size is split into, and this rank's part
         self.parts: int = 1 if by_experts else parallel.tp_size
         self.part: int = 0 if by_experts else parallel.tp_rank
         first = parallel.ep_rank * layer.local_num_experts
@@ -152,7 +151,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Register ``w13_weight``, ``w2_weight`` (e4m3) and their ``_scale_inv`` (FP32, per row), or the weights in BF16.
 
-        Raises ModelError for a split that is not equal, or cuts a block.
+        Raises ModelError if the split is uneven or cuts a block.
         """
         self.split.check(f"the experts of {self.prefix}", self.experts, intermediate_size_per_partition * self.parts)
         wide = 2 * intermediate_size_per_partition
@@ -171,12 +170,12 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     @torch.no_grad()
     def room_in_bf16(self, layer: RoutedExperts) -> dict[str, torch.Tensor]:
-        """Return BF16 tensors for the weights, for ``to_bf16``. Nothing has changed if there is no memory for them."""
+        """Allocate BF16 tensors for ``to_bf16``. If memory runs out, nothing has changed."""
         names = ("w13_weight", "w2_weight")
         return {name: torch.empty_like(getattr(layer, name).data, dtype=torch.bfloat16) for name in names}
 
     def to_bf16(self, layer: RoutedExperts, room: dict[str, torch.Tensor]) -> None:
-        """Leave FP8 for good, as ``exclude`` would have. The weights are uninitialized until loaded."""
+        """Move to BF16 for good, as if ``exclude`` had named the experts. The weights are uninitialized until loaded."""
         self.plain = PlainProducts(self.exact)
         for name, value in room.items():
             delattr(layer, name)
@@ -190,17 +189,17 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters whose completeness ``missing`` tells."""
+        """Names of the parameters that ``missing`` checks."""
         return tuple(f"{name}_{kind}" for name in ("w13", "w2") for kind in self._kinds)
 
     def pieces(self, layer: RoutedExperts) -> Iterator[Piece]:
-        """Yield this rank's matrices, expert by expert, under the names of their checkpoint."""
+        """Yield this rank's matrices, expert by expert, under their checkpoint names."""
         for expert in self.held:
             for shard_id in _SHARDS:
                 yield self.piece(layer, expert, shard_id)
 
     def piece(self, layer: RoutedExperts, expert: int, shard_id: str) -> Piece:
-        """Return views of one matrix and its scales. ``expert`` counts all ranks' and is one of ``held``."""
+        """Return views of one matrix and its scales. ``expert`` is a global index, one of ``held``."""
         name, half = ("w2", None) if shard_id == "w2" else ("w13", shard_id)
         at = expert - self.held.start
         held = [getattr(layer, f"{name}_{kind}").data[at] for kind in self._kinds]
@@ -213,11 +212,11 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         return Piece(weight, scale, Shard(whole, shard_id, rows, row0, row0 + n, col0, col0 + k, 0))
 
     def layers(self) -> list[str]:
-        """Return the Hugging Face names of all ranks' matrices."""
+        """Return the Hugging Face names of the matrices on all ranks."""
         return matrices_of(self.prefix, self.experts)
 
     def expect(self, layer: RoutedExperts) -> None:
-        """Note that every matrix of this rank and its scales are about to be written."""
+        """Expect a write to every matrix of this rank and to its scales."""
         self._unwritten = {
             (kind, expert, shard_id)
             for kind in self._kinds
@@ -226,7 +225,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         }
 
     def missing(self) -> list[str]:
-        """Return the tensors that were not written since ``expect``."""
+        """Return the tensors not written since ``expect``."""
         return [f"{self.prefix}.{expert}.{_SHARDS[shard]}.{kind}" for kind, expert, shard in sorted(self._unwritten)]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -234,24 +233,24 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether the method chooses the experts itself."""
+        """Whether the method routes by itself."""
         return self.exact
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the GEMM. Raise ModelError before serving if its rows are not independent here, or a matrix is missing."""
+        """Choose the GEMM. Raise ModelError before serving if a row depends on its batch here, or a matrix is missing."""
         missing, every = self.missing(), len(self._kinds) * len(_SHARDS) * len(self.held)
-        if 0 < len(missing) < every:  # all of them: dummy weights, which a sync will replace
+        if 0 < len(missing) < every:  # if all are missing, the weights are dummies that a sync replaces
             found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
         backend = self.format.backend(layer.w2_weight.device)
         if self.plain is not None:
             return
         if backend.grouped(layer.w2_weight) is None and layer.w2_weight.device.type == "cpu":
-            return  # expert by expert, with products whose rows the tests prove
+            return  # one expert at a time, with products that the tests prove
         self.check_grouped(layer, backend)
 
     def check_grouped(self, layer: Any, backend: Backend) -> None:
-        """Raise ModelError before serving if a token's experts depend on its batch on this device."""
+        """Raise ModelError before serving if an expert's result for a token depends on the batch on this device."""
         _, hidden, width = layer.w2_weight.shape
         start, sizes, device = time.monotonic(), (hidden, width), layer.w2_weight.device
         if require_expert_equality(backend, self.experts, layer.top_k, sizes, device, self.scale_format):
@@ -307,7 +306,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             sizes = (self.experts, x_TH.shape[1])
             mine_1TH = run_experts(x, weights_Tk, ids_Tk, matrices, sizes, backend, held=self.held)
             return sum_over_ranks(mine_1TH[0]) if summed else added(mine_1TH)
-        if not alone:  # experts of other ranks are beyond those of this one
+        if not alone:  # -1 marks experts of other ranks
             ids_Tk = torch.where((ids_Tk >= self.held.start) & (ids_Tk < self.held.stop), ids_Tk - self.held.start, -1)
         stacks = self.stacks(layer, kernels)
         dtype = torch.float32 if summed else torch.bfloat16
@@ -331,7 +330,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             shard, scales = piece.shard, None
             if self.plain is not None:
                 loaded_weight = finite_bf16(shard.name, loaded_weight)
-            elif loaded_weight.dtype != FP8:  # the whole matrix, so that its bytes do not depend on the split
+            elif loaded_weight.dtype != FP8:  # quantize the whole matrix, so that its bytes do not depend on the split
                 bf16_NK = finite_bf16(shard.name, loaded_weight).to(param.device).contiguous()
                 loaded_weight, scales = self.format.quantize(bf16_NK)
             self._copy(f"{shard.name}.weight", piece.weight, loaded_weight, shard, shard.col0)
@@ -362,7 +361,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self._unwritten.discard(("weight_scale_inv", expert_id, shard_id))
 
     def _copy(self, name: str, place: torch.Tensor, whole: torch.Tensor, shard: Shard, col0: int) -> None:
-        """Copy this rank's rectangle of a matrix or of its scales. Raises SyncError if the whole has another shape."""
+        """Copy this rank's part of a matrix or of its scales. Raises SyncError if the whole matrix has the wrong shape."""
         n, k = place.shape
         required = [shard.rows, k * self.parts if shard.shard_id == "w2" else k]
         if list(whole.shape) != required:
@@ -376,7 +375,7 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
     problems = {
         f"activation {layer.activation.value!r}": layer.activation != MoEActivation.SILU,
         "routing weights on the input": layer.apply_router_weight_on_input,
-        "experts that engines share": parallel.dp_size * parallel.pcp_size > 1,
+        "experts shared between engines": parallel.dp_size * parallel.pcp_size > 1,
         "redundant experts": parallel.enable_eplb,
         f"experts placed by {layer.expert_placement_strategy}": layer.expert_placement_strategy != "linear",
     }
@@ -408,7 +407,7 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
 
 
 def expert_modules(model: torch.nn.Module) -> list[tuple[RoutedExperts, QuantizedExpertsMethod]]:
-    """Return the experts of a built vLLM model with their methods, those in BF16 among them, in module order."""
+    """Return the experts of a built vLLM model with their methods, including BF16 experts, in module order."""
     return [
         (module, method)
         for module in model.modules()
@@ -418,7 +417,7 @@ def expert_modules(model: torch.nn.Module) -> list[tuple[RoutedExperts, Quantize
 
 
 def check_eager(model: torch.nn.Module, eager: bool) -> None:
-    """Raise ModelError for experts in BF16 on a GPU that is to replay graphs: they run one by one, as many as have tokens."""
+    """Raise ModelError for BF16 experts on a GPU that replays graphs: only experts with tokens run, so launches vary."""
     for layer, method in expert_modules(model):
         if method.plain is not None and layer.w2_weight.device.type != "cpu" and not eager:
             fix = "set enforce_eager=True without decode_graphs, or do not exclude experts"

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["ChannelInt8", "ExactHeadMethod", "ExactLinearMethod"]
 
 
-# ---- INT8 in the rollout: exact integer GEMMs ----------------------------------------------------
-# Weights have one scale per output channel and are installed as the trainer sends them; activations have one scale per
-# token. The GEMM is exact in int32. On CUDA it uses vLLM's own kernels where they apply (not yet run on a GPU), else
-# torch's.
+# ---- INT8 ----------------------------------------------------------------------------------------
+# Weights have one scale per output channel and are installed as the trainer sends them. Activations have one scale per token. The
+# GEMM is exact in int32. On CUDA it uses vLLM's own kernels if they apply (not yet run on a GPU), otherwise torch's.
 
 class ChannelInt8(LinearFormat):
     """int8 with per-channel weight scales and per-token activation scales."""
@@ -68,10 +67,10 @@ def _vllm_product(x_MK: torch.Tensor, w_NK: torch.Tensor, s_N1: torch.Tensor) ->
     return _custom_ops.cutlass_scaled_mm(q_MK, w_NK.t(), scale_a=s_M1, scale_b=s_N1, out_dtype=torch.bfloat16)
 
 
-# ---- The BF16 GEMMs of exact mode: ``lm_head``, and the linears that ``exclude`` names -----------
-# vLLM on CPU packs these weights once after loading, so a later weight update has no effect, and its GEMM rounds
-# differently for different batch sizes. Here the GEMM reads the live weight and is batch-invariant: a row's bits depend on
-# that row alone. The trainer uses the same GEMM.
+# ---- Exact BF16 GEMMs: ``lm_head``, and the linears that ``exclude`` names -----------------------
+# On a CPU, vLLM packs these weights once after loading, so a later update has no effect, and its GEMM's rounding depends on the
+# batch size. This GEMM reads the weight as loaded and is batch-invariant: a row's bits depend on that row alone. The trainer uses
+# the same one.
 
 class ExactHeadMethod(UnquantizedEmbeddingMethod):
     """For ``lm_head``, and for the embedding if the two are tied.

@@ -1,6 +1,6 @@
-"""vLLM's norm, rotary embedding, activation and scaled logits, with the operation order and rounding of Hugging Face.
+"""vLLM's norm, rotary embedding, activation and scaled logits, with Hugging Face's order of operations and rounding.
 
-vLLM's table of out-of-tree ops swaps each class by name when it builds a model.
+vLLM's table of out-of-tree ops replaces each class by name when it builds a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["OPS", "ExactLogitsProcessor", "ExactRMSNorm", "ExactRotaryEmbedding"
 
 
 class ExactRMSNorm(RMSNorm):
-    """Normalizes the BF16 sum of input and residual, as Hugging Face does; vLLM normalizes the unrounded sum."""
+    """Normalizes the sum of input and residual rounded to BF16, as Hugging Face does; vLLM normalizes the unrounded sum."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class ExactLogitsProcessor(LogitsProcessor):
 
 
 class ExactSiluAndMul(SiluAndMul):
-    """``silu(gate) * up`` with the trainer's rounding of the product."""
+    """``silu(gate) * up`` with the trainer's rounding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [..., 2D]`` BF16 -> ``[..., D]`` BF16."""
@@ -67,7 +67,7 @@ class ExactSiluAndMul(SiluAndMul):
 
 
 class ExactRotaryEmbedding(RotaryEmbedding):
-    """Rounds the tables and every product and sum to BF16, as Hugging Face's ``apply_rotary_pos_emb`` does."""
+    """Rounds the tables, products and sums to BF16, as Hugging Face's ``apply_rotary_pos_emb`` does."""
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
         """``[2, P, D/2]`` BF16: cosines, then sines, so that each table is contiguous."""

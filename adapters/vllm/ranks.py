@@ -1,4 +1,4 @@
-"""Sums over the ranks of an engine in exact mode, and the linears that they replace."""
+"""Exact mode's sums over tensor-parallel ranks, and the linears that use them."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 __all__ = ["ExactReplicatedLinear", "ExactRowParallelLinear", "choose_sum", "gathered", "sum_over_ranks"]
 
 
-# ---- Sums over the ranks of an engine in exact mode ----------------------------------------------
+# ---- Sums over ranks -----------------------------------------------------------------------------
 # vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. In exact mode partial sums stay
-# FP32, are added in rank order and rounded once; the trainer adds the same parts. There are two ways, with the same bits:
+# FP32, are added in rank order, and are rounded once. The trainer adds the same parts. There are two ways, with the same bits:
 #
 # - Every rank gathers all parts and adds them.
-# - One shot: each GPU reads the parts in its peers' memory and adds them, by vLLM's custom all-reduce. No part is stored twice.
+# - One shot: each GPU reads the parts in its peers' memory and adds them, with vLLM's custom all-reduce. No part is stored twice.
 #
-# vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last one on every GPU, in FP32
-# if that is what it is given. ``cross_device_reduce_2stage`` adds each rank's slice from that rank on, in another order. So one
-# shot is for sums that are certain to meet the first. At load it is tried against the other way, and one bit that differs on one
-# rank makes all ranks gather.
+# vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last rank on every GPU, in FP32
+# for FP32 input. ``cross_device_reduce_2stage`` starts each rank's slice at that rank, which is another order. So one shot is
+# used only for sums for which vLLM takes the first kernel. When the engine loads, it is compared with gathering: if one bit
+# differs on one rank, all ranks gather.
 #
 # vLLM chooses in ``CustomAllreduce::allreduce`` (csrc/custom_all_reduce.cuh):
 # https://github.com/vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh
 
-#: number of ranks -> bytes of a sum below which vLLM takes the kernel of one stage. Two ranks have no other kernel.
+#: number of ranks -> bytes below which vLLM takes the one-stage kernel. Two ranks have no other kernel.
 ONE_STAGE = {2: math.inf, 4: 512 << 10, 6: 256 << 10, 8: 256 << 10}
-#: the variable that makes vLLM take one kernel for all sums, and its values that stand for the kernel of one stage
+#: the variable that fixes vLLM's kernel for all sums, and its values for the one-stage kernel
 ALGORITHM, FIRST = "VLLM_CUSTOM_ALLREDUCE_ALGO", ("1stage", "oneshot")
-#: elements of the sums that are tried, beside the largest that is added in one shot: one load of a thread, and several blocks
+#: sizes to test, in elements, besides the largest one-shot sum: one load of a thread, and several blocks
 TRIED = (4, 5 * 1024)
 
-#: the communicator that has passed the trial; it belongs to the groups of one engine
+#: the communicator that has passed the test; it belongs to the groups of one engine
 _proven: CustomAllreduce | None = None
 
 
@@ -60,9 +60,9 @@ def sum_over_ranks(partial_MN: torch.Tensor) -> torch.Tensor:
 
 
 def choose_sum(device: torch.device) -> None:
-    """Try the sum in one shot on this engine's ranks. It is used from now on if each bit is that of the other way.
+    """Test the one-shot sum on this engine's ranks, and use it from now on if all bits equal those of gathering.
 
-    The ranks decide together, so all of them must call this. What they take is in the log, with the reason.
+    The ranks decide together, so all of them must call this. The log has the decision and its reason.
     """
     global _proven
     _proven, start = None, time.monotonic()
@@ -89,7 +89,7 @@ def choose_sum(device: torch.device) -> None:
 
 
 def gathered(mine: Any) -> Sequence[Any]:
-    """All-gather an object, in tensor-parallel rank order."""
+    """All-gather an object over tensor-parallel ranks, in rank order."""
     group = get_tp_group()
     if group.world_size == 1:
         return [mine]
@@ -109,7 +109,7 @@ def _communicator() -> CustomAllreduce | None:
 
 
 def _unfit(comm: CustomAllreduce | None, ranks: int) -> str:
-    """Why these ranks cannot add in one shot, or nothing."""
+    """Why these ranks cannot add in one shot; empty if they can."""
     if not current_platform.is_cuda():  # ROCm has kernels and limits of its own
         return f"the device is {current_platform.device_type}, not CUDA"
     if comm is None or comm.disabled:
@@ -126,12 +126,12 @@ def _unfit(comm: CustomAllreduce | None, ranks: int) -> str:
 
 
 def _takes(comm: CustomAllreduce, partial_MN: torch.Tensor) -> bool:
-    """Whether vLLM adds these parts by its kernel of one stage. The answer is the same on every rank."""
+    """Whether vLLM adds these parts with its one-stage kernel. The answer is the same on every rank."""
     return 0 < partial_MN.nbytes < ONE_STAGE[comm.world_size] and comm.should_custom_ar(partial_MN)
 
 
 def _one_shot(comm: CustomAllreduce, partial_MN: torch.Tensor) -> torch.Tensor:
-    """The FP32 sum. While a CUDA graph is captured vLLM records the launch, and its warm-up gets a tensor without values."""
+    """The FP32 sum. Inside a capture, vLLM records the launch; in the warm-up before it, the result has no meaningful values."""
     total_MN = comm.custom_all_reduce(partial_MN)
     assert total_MN is not None  # ``should_custom_ar`` has said so
     return total_MN
@@ -139,9 +139,9 @@ def _one_shot(comm: CustomAllreduce, partial_MN: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _difference(comm: CustomAllreduce, device: torch.device) -> str:
-    """What one shot computes otherwise than the gathered parts added in rank order, or nothing.
+    """How one shot differs from adding the gathered parts in rank order; empty if it does not.
 
-    A rank that has seen a difference goes on: the others wait for its parts.
+    A rank that has found a difference goes on, because the others wait for its parts.
     """
     found, largest = "", (int(min(ONE_STAGE[comm.world_size], comm.max_size)) - 1) // 16 * 4
     for size in (*(size for size in TRIED if size < largest), largest):
@@ -159,7 +159,7 @@ def _difference(comm: CustomAllreduce, device: torch.device) -> str:
 
 
 def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield FP32 [1, size] of a rank, in which the order of a sum shows, by what they are. No sum of them is NaN."""
+    """Yield (description, FP32 [1, size]): values of this rank whose sum depends on its order and is never NaN."""
     generator = torch.Generator("cpu").manual_seed(rank)
 
     def bits(low: int, high: int) -> torch.Tensor:
@@ -172,11 +172,10 @@ def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "values with any exponent", sign * bits(0, 0x7F80 << 16).to(torch.int32).view(torch.float32)
 
 
-# ---- Linears of vLLM that exact mode replaces: row-parallel ones, which round their sum over the ranks once, and routers
-# Some models of vLLM build the router of a mixture without the quantization, which then cannot give it rows that are independent.
+# ---- Linears that exact mode replaces ------------------------------------------------------------
 
 class ExactRowParallelLinear(RowParallelLinear):
-    """Replaces ``RowParallelLinear`` in exact mode. Single-rank runs are unchanged."""
+    """Replaces ``RowParallelLinear``: the sum over the ranks is rounded once. Single-rank runs are unchanged."""
 
     def forward(self, input_: torch.Tensor | Quantized) -> Any:
         """``input_ [..., K / ranks]`` BF16 or quantized -> ``[..., N]`` BF16, the same on every rank."""
@@ -199,7 +198,7 @@ class ExactRowParallelLinear(RowParallelLinear):
 
 
 class ExactReplicatedLinear(ReplicatedLinear):
-    """Replaces ``ReplicatedLinear`` in exact mode: one that no quantization has seen gets independent rows too."""
+    """Replaces ``ReplicatedLinear``: some vLLM models build routers without a quantization, and these need exact rows too."""
 
     quant_method: Any
 
