@@ -31,31 +31,30 @@ if TYPE_CHECKING:
 __all__ = ["BLOCKS", "BlockFp8", "BlockScales", "ChannelFp8", "LinearFormat", "RowScales", "Scales", "format_of"]
 
 
-# ---- The layout of a quantized linear's scales in the rollout: per 128x128 block, or per row -----
-# Both are an FP32 parameter ``weight_scale_inv`` (the factor that dequantizes), with one row for each row of the weight, so
-# that any fused (qkv, gate_up) or tensor-parallel slice is a plain ``narrow``.
+# ---- Layouts of scales: per 128x128 block, or per row --------------------------------------------
+# Both are an FP32 parameter ``weight_scale_inv`` (the factor that dequantizes) with one row per row of the weight. So any fused
+# (qkv, gate_up) or tensor-parallel slice is a plain ``narrow``.
 
 class Scales(Protocol):
     """The layout of a format's scales."""
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
-        """Create the scales of this rank's weight ``[n, k]``, to be loaded."""
+        """Create the parameter for the scales of this rank's weight ``[n, k]``."""
 
     def cuts(self, k: int, whole: int) -> bool:
-        """Whether a rank's ``k`` columns of ``whole`` cut through a block with one scale."""
+        """Whether a rank's ``k`` of ``whole`` columns cut a block."""
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Expand the scales of a whole weight, as received, to ``[rows, …]``. Raises SyncError for a wrong shape."""
+        """Expand the received scales of a whole weight to ``[rows, …]``. Raises SyncError for a wrong shape."""
 
     def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
-        """Add this rank's scales, in the coordinates in which they were sent."""
+        """Add this rank's scales, in the coordinates of the sync."""
 
 
 class BlockScales:
     """``[N, ceil(K/128)]``: the scale of a 128x128 block is repeated for each of its rows.
 
-    Each row carries its own scales, so widths need not be multiples of 128. vLLM's own block layout refuses fused layers
-    whose parts are not multiples of 128.
+    With scales for each row, widths need not be multiples of 128. vLLM's block layout refuses fused layers whose parts are not.
     """
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
@@ -79,9 +78,9 @@ class BlockScales:
         return expand_weight_scale(loaded, rows)
 
     def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
-        """Reduce per-row scales ``[rows, G]`` to block scales. A block that ranks share is a separate rectangle, equal on all.
+        """Reduce per-row scales ``[rows, G]`` to block scales. A block that ranks share is a rectangle of its own, equal on all.
 
-        If two rows of one block differ, ``pieces.read`` raises SyncError.
+        If two rows of a block differ, ``pieces.read`` raises SyncError.
         """
         g0 = shard.col0 // BLOCK
         g1 = g0 + scale.shape[1]
@@ -105,8 +104,8 @@ class BlockScales:
 class RowScales:
     """``[N, 1]``: one scale per output channel.
 
-    A slice along K (row-parallel) keeps the scale of the whole row, because weights are quantized before they are sliced,
-    while each rank's activations have the scale of its own slice.
+    Weights are quantized before they are sliced, so a slice along K (row-parallel) keeps the scale of the whole row. Activations
+    have a scale for each rank's slice.
     """
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
@@ -131,12 +130,12 @@ class RowScales:
         pieces.add(f"{shard.name}.weight_scale_inv", shard.row0, shard.row1, 0, 1, scale)
 
 
-# ---- The formats of the rollout's linears: dtype, scales, quantizer and GEMM of each -------------
-# A layer holds ``weight [N, K]`` in the format's dtype, and FP32 scales. Weights are quantized whole, before they are
-# sliced, so that the bytes do not depend on the tensor-parallel size.
+# ---- The formats ---------------------------------------------------------------------------------
+# A layer holds ``weight [N, K]`` in the format's dtype, and FP32 scales. Weights are quantized whole and then sliced, so their
+# bytes do not depend on the tensor-parallel size.
 
 logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
-#: the buffer of a layer that holds the block scales of its weight
+#: name of a layer's buffer with the block scales of its weight
 BLOCKS = "weight_scale_blocks"
 
 
@@ -151,7 +150,7 @@ class LinearFormat(abc.ABC):
         self._backend: Backend | None = None
 
     def backend(self, device: torch.device) -> Backend:
-        """Return the FP8 GEMM backend, chosen once by the same rule as in the trainer."""
+        """Return the FP8 backend. It is chosen once, by the trainer's rule."""
         if self._backend is None:
             self._backend = get_backend(choose_backend(self.config.backend, device.type))
         return self._backend
@@ -160,28 +159,29 @@ class LinearFormat(abc.ABC):
         """Raise ModelError for a layer that is too wide."""
 
     def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
-        """Choose the GEMM, and raise ModelError before serving if the format does not keep its guarantee on this device.
+        """Choose the GEMM, and raise ModelError before serving if the format's guarantee does not hold on this device.
 
-        Dummy weights are never quantized, so without this the first call would choose: inside a compiled graph, which
-        cannot import a backend. ``layout`` says how this rank's weight is made of the trainer's; None if they are the same.
+        Without this, the first product would choose. With dummy weights, which are never quantized, that would be inside a
+        compiled graph, where a backend cannot be imported. ``layout``: how this rank's weight is composed of the trainer's
+        weights; None if it is one of them.
         """
         self.backend(weight.device)
 
     def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
-        """Numbers of rows up to ``most`` whose products compile every kernel of this layer."""
+        """Row counts up to ``most`` whose products compile every kernel of this layer."""
         return self.backend(device).compiled_rows(most)
 
     def lay_out(self, layer: torch.nn.Module) -> None:  # noqa: B027  # see BlockFp8
-        """Store the parameters as the GEMM reads them. What is loaded later keeps this layout."""
+        """Store the parameters in the layout that the GEMM reads. Later loads keep it."""
 
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:  # noqa: B027  # see BlockFp8
-        """Keep what the GEMM reads beside the parameters, if anything."""
+        """Keep further tensors that the GEMM reads, if any."""
 
     def renew_blocks(self, layer: torch.nn.Module) -> None:  # noqa: B027
-        """Compute it again, after a write to the parameters."""
+        """Recompute them after a write to the parameters."""
 
     def written(self) -> None:  # noqa: B027  # see BlockFp8
-        """Drop what was made of the weight: it is being written."""
+        """Drop what was derived from the weight, which is being written."""
 
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> Quantized:
@@ -192,7 +192,7 @@ class LinearFormat(abc.ABC):
         return Quantized(layer.weight.data, layer.weight_scale_inv.data, "channels", self.config.scale_format)
 
     def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
-        """Return the backend that can quantize what this layer reads where it is computed; None: the layer takes BF16 alone."""
+        """Return the backend whose norms and activations can write this layer's quantized input; None if the layer needs BF16."""
         return None
 
     @abc.abstractmethod
@@ -212,14 +212,14 @@ class BlockFp8(LinearFormat):
         self._is_packed = False
 
     def written(self) -> None:
-        """The next product packs the weight anew."""
+        """Have the next product pack the weight again."""
         self._packed, self._is_packed = None, False
 
     def weight(self, layer: torch.nn.Module) -> Quantized:
-        """With scales per row, per block if they are held, and packed as the backend reads it fastest, once after a load."""
+        """With scales per row, per block if they are kept, and in the backend's fastest layout, packed once after a load."""
         q, s = layer.weight.data, layer.weight_scale_inv.data
         w = Quantized(q, s, "rows", self.config.scale_format, s_blocks=getattr(layer, BLOCKS, None))
-        if torch.compiler.is_compiling():  # a graph would keep the copy of the weights that it was traced with
+        if torch.compiler.is_compiling():  # a graph would keep the copy that it was traced with
             return w
         if not self._is_packed:
             self._packed, self._is_packed = self.backend(q.device).pack(w), True
@@ -227,28 +227,28 @@ class BlockFp8(LinearFormat):
         return w
 
     def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
-        """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
+        """Refuse a backend whose rows depend on the batch or on fused weights: they would not be the trainer's rows."""
         super().check_serving(weight, layout, most)
         if self.config.fp8_train:
             if layout is not None and not self.config.exact:
-                layout = layout._replace(ranks=1)  # vLLM adds rounded sums, which the trainer does not follow
+                layout = layout._replace(ranks=1)  # vLLM adds rounded sums over ranks, and the trainer does not
             backend, shape, start = self.backend(weight.device), (weight.shape[0], weight.shape[1]), time.monotonic()
             if require_row_equality(backend, shape, weight.device, self.config.scale_format, layout, most):
                 words = "jetrl_patch: backend=%r computes the trainer's rows for weights %s, tried in %.1f s"
                 logger.info(words, backend.name, list(shape), time.monotonic() - start)
 
     def lay_out(self, layer: torch.nn.Module) -> None:
-        """Scales per row by columns where products read them so: for partial sums, or where blocks have no scale of their own.
+        """Store scales column by column for a backend that reads them so. Otherwise each such product would copy them first.
 
-        Else each of these products would copy them first.
+        It reads them for partial sums, and for blocks that have more than one scale.
         """
         if getattr(self.backend(layer.weight.device), "columns", False):
             layer.weight_scale_inv.data = pitched(layer.weight_scale_inv.data)
 
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
-        """For a backend that reads block scales: keep them as a buffer, at the same address for every weight sync.
+        """For a backend that reads block scales: keep them in a buffer whose address no weight sync changes.
 
-        A part that starts inside a block, on disk or here, leaves a block with two scales; FProp then reads those per row.
+        If a fused part starts inside a block, on disk or here, that block has two scales. FProp then reads scales per row.
         """
         if self.backend(layer.weight.device).blocks and layout is not None and layout.in_blocks:
             if getattr(layer, BLOCKS, None) is None:
@@ -257,7 +257,7 @@ class BlockFp8(LinearFormat):
                 self.renew_blocks(layer)
 
     def renew_blocks(self, layer: torch.nn.Module) -> None:
-        """A scale was written."""
+        """Recompute the block scales after a write."""
         held = getattr(layer, BLOCKS, None)
         if held is not None:
             held.copy_(self._blocks(layer))
@@ -267,7 +267,7 @@ class BlockFp8(LinearFormat):
         return self.backend(scale.device).block_scales(scale)
 
     def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
-        """On a GPU, for widths that the kernels take."""
+        """The backend, on a GPU and for widths that the kernels support."""
         backend, weight = self.backend(layer.weight.device), layer.weight
         if not available(backend.name, weight.device.type):
             return None

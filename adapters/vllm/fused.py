@@ -1,12 +1,13 @@
-"""Norms and activations of vLLM's models that write the bytes and scales of the FP8 linear behind them, in one launch.
+"""Norms and activations of vLLM's models that quantize their result for the next FP8 linear, in one launch.
 
-A family's record names the linears that alone read a norm (``readers``); SiLU * up is read by ``down_proj``. In a loaded model
-such a module gets a class whose result is ``Quantized``: vLLM's model code passes it on as it is, and ``QuantizedLinearMethod``
-multiplies it. vLLM has such a carrier of its own (``QuantizedActivation``), for its own formats and since 0.30 alone.
+A norm qualifies if only one linear layer of vLLM reads it, by the family's record (``readers``); only ``down_proj`` reads SiLU *
+up. In a loaded model such a module gets a class that returns a ``Quantized``. vLLM's model code passes it on unread, and
+``QuantizedLinearMethod`` multiplies it. vLLM's own carrier for this (``QuantizedActivation``) exists since 0.30 and for its own
+formats only.
 
-Where the linear is not quantized, or no longer (``guard``), where the device has no producers, where a width or a tensor does
-not fit the kernels, the module computes what it did before. In exact mode the bytes are the same with and without. In ``linear``
-the values are those of the trainer's fused norm and activation, which vLLM's own kernels round now and then to a neighbour.
+The module falls back to its original code if the linear is not quantized (or no longer, after the precision guard), if the device
+has no such kernels, or if they do not support the width or the tensor. In exact mode fusing changes no byte. With
+``align="linear"`` the values are those of the trainer's fused kernels; vLLM's own kernels sometimes round them to a neighbor.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ __all__ = ["FusedNorm", "FusedSiluAndMul", "fuse", "keep_equal"]
 
 logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
 
-#: an activation of a block -> the linear that alone reads it
+#: activation of a block -> the only linear that reads it
 ACTIVATIONS = {"act_fn": ("down_proj",)}
-#: rows of the trial: one, some, and more than a tile
+#: numbers of rows to compare: one, some, and more than a tile
 TRIED = (1, 7, 130)
 
 
 class _Producer:
-    """Knows the linear that reads it. The link is no submodule: the linear has a place in the model already."""
+    """Has a link to the linear that reads it. The link is not a submodule, because the linear already is one elsewhere."""
 
     jetrl_reader: Any
     jetrl_backend: GpuBackend
 
     def scale_format(self) -> ScaleFormat | None:
-        """Return that of the linear's inputs, or None if it is not quantized any more."""
+        """Return the scale format of the linear's input; None if the linear is no longer quantized."""
         method = self.jetrl_reader.quant_method
         return method.format.config.scale_format if isinstance(method, QuantizedLinearMethod) else None
 
@@ -80,7 +81,7 @@ def _plain(x: torch.Tensor) -> bool:
 
 
 def fuse(model: torch.nn.Module, family: Family) -> list[str]:
-    """Fuse modules of a loaded model that vLLM's own code runs, in place; their names. A second call changes nothing."""
+    """Fuse modules of a loaded model of vLLM's own, in place. Returns their names. A second call changes nothing."""
     if not family.covers("fused") or family.rollout != "vllm" or family.tower:  # vLLM's code of the last has not run so
         return []
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -108,21 +109,21 @@ def fuse(model: torch.nn.Module, family: Family) -> list[str]:
 
 
 def _whole(norm: RMSNorm) -> bool:
-    """Whether it norms its whole width, by a weight in BF16."""
+    """Whether it normalizes its whole width with a BF16 weight."""
     return norm.has_weight and norm.variance_size_override is None and norm.weight.dtype == torch.bfloat16
 
 
 def _one(quantized: dict[str, Any], names: Sequence[str]) -> Any:
-    """The one layer that vLLM makes of all these linears, if it is quantized."""
+    """The quantized layer into which vLLM fuses exactly these linears; None if there is none."""
     found = [quantized.get(name) for name in names]
     return found[0] if found and all(layer is found[0] for layer in found) else None
 
 
 @torch.no_grad()
 def keep_equal(model: torch.nn.Module) -> list[str]:
-    """Compare on this device each kind of fused module with the two steps that it replaces, once for each width.
+    """Compare each kind of fused module with the two steps that it replaces, on this device, once per width.
 
-    A kind whose bytes differ would make trainer and rollout disagree. Its modules run in two steps again, with a warning.
+    Modules of a kind whose bytes differ run in two steps again, with a warning: trainer and rollout would disagree.
 
     Returns:
         The names of these modules.
@@ -156,7 +157,7 @@ def _equal(module: Any, M: int) -> bool:
 
 
 def _both(module: Any, M: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the two steps write, and what the fused module does."""
+    """The results of the two steps, and of the fused module."""
     weight = module.jetrl_reader.weight
     norm = isinstance(module, FusedNorm)
     generator = torch.Generator(weight.device).manual_seed(M)

@@ -1,7 +1,7 @@
 """The linear method of all jetrl_patch quantizations: it loads and multiplies a linear of any ``LinearFormat``.
 
-Its parameters load what the trainer sends (bytes and scales) and what a checkpoint holds (BF16, quantized here), always as
-whole Hugging Face weights.
+Its parameters load bytes and scales from the trainer, or BF16 from a checkpoint, which they quantize. Both arrive as whole
+Hugging Face weights.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class QuantizedLinearMethod(LinearMethodBase):
     """Loads and multiplies one quantized linear; ``format`` decides storage and GEMM.
 
     Args:
-        packed: the layers that vLLM merges -> their parts in a checkpoint.
-        cut: of the whole model, the linears whose split cuts a block; the first load raises for all of them.
+        packed: layers that vLLM merges -> their parts in a checkpoint.
+        cut: the model's linears whose tensor-parallel split cuts a block. The first load raises an error that names them all.
     """
 
     def __init__(self, config: Config, prefix: str, packed: Mapping[str, list[str]], cut: list[str]) -> None:
@@ -72,7 +72,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         return shards_of(layer, self.names)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
+        """Choose the GEMM. Raise ModelError before serving if the format's guarantee does not hold on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
         self.format.written()
         self.format.check_serving(layer.weight, layout, self.most)
@@ -88,7 +88,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
     def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor | Quantized) -> torch.Tensor:
-        """``x [M, K of this rank]`` BF16 or quantized -> the unrounded FP32 sum ``[M, N]`` that the ranks add up."""
+        """``x [M, K of this rank]`` BF16 or quantized -> this rank's unrounded FP32 part of the sum, ``[M, N]``."""
         return self._product(layer, x, torch.float32)
 
     def _product(self, layer: torch.nn.Module, x: torch.Tensor | Quantized, out_dtype: torch.dtype) -> torch.Tensor:
@@ -127,7 +127,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         return next((s for s in self.shards(layer) if s.shard_id == wanted), None)
 
     def _whole(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the rows of the whole weight being loaded. A weight that is fused on disk has no shard."""
+        """Return the number of rows of the whole weight being loaded. A weight that is fused on disk has no shard."""
         return (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows
 
     def _hf_name(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -135,25 +135,25 @@ class QuantizedLinearMethod(LinearMethodBase):
         return found.name if found else self.prefix
 
     def _check_split(self, layer: LinearBase) -> None:
-        # At the first load the whole model is built, so the list is complete.
+        # The whole model is built before the first load, so the list is complete.
         if self.cut:
             raise cut_error(self.cut, layer.tp_size)
 
 
 def _largest_batch() -> int:
-    """Return the rows that the engine being built may compute at once."""
+    """Return the largest number of rows in one step of the engine being built."""
     config = get_current_vllm_config_or_none()
     return TRAINED if config is None else config.scheduler_config.max_num_batched_tokens
 
 
 def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:
-    """Return how this rank's parameters are made of the trainer's weights."""
+    """Return how this rank's parameters are composed of the trainer's weights."""
     parts = tuple(Part(shard.rows, shard.row0, shard.row1, shard.offset) for shard in shards)
     return Layout(parts, layer.input_size // (shards[0].col1 - shards[0].col0))
 
 
 def finite_bf16(name: str, loaded: torch.Tensor) -> torch.Tensor:
-    """Return a weight in BF16. Raises SyncError, with the layer's name, if it cannot be quantized."""
+    """Return a weight in BF16. Raises SyncError with the layer's name if it has NaN or Inf."""
     bf16 = loaded.to(torch.bfloat16)
     if not torch.isfinite(bf16).all():
         raise SyncError(
