@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import importlib
 import itertools
 import logging
 import time
@@ -28,7 +27,9 @@ if TYPE_CHECKING:
     from jetrl_patch.backends.gpu import GpuBackend
     from jetrl_patch.config import Config
 
-__all__ = ["BLOCKS", "BlockFp8", "BlockScales", "ChannelFp8", "LinearFormat", "RowScales", "Scales", "format_of"]
+__all__ = [
+    "BLOCKS", "BlockFp8", "BlockScales", "ChannelFp8", "ChannelInt8", "LinearFormat", "RowScales", "Scales", "format_of",
+]  # fmt: skip
 
 
 # ---- Layouts of scales: per 128x128 block, or per row --------------------------------------------
@@ -298,17 +299,55 @@ class ChannelFp8(LinearFormat):
         return rowwise.channel_fprop(self.backend(x_MK.device), x_MK, w, out_dtype)
 
 
-#: format name -> class, imported on first use
-_CLASSES = {
-    "fp8-block": "formats:BlockFp8",
-    "fp8-channel": "formats:ChannelFp8",
-    "int8-channel": "head:ChannelInt8",
-}
+# ---- INT8 ----------------------------------------------------------------------------------------
+# Weights have one scale per output channel and are installed as the trainer sends them. Activations have one scale per token. The
+# GEMM is exact in int32. On CUDA it uses vLLM's own kernels if they apply (not yet run on a GPU), otherwise torch's.
+
+class ChannelInt8(LinearFormat):
+    """int8 with per-channel weight scales and per-token activation scales."""
+
+    dtype = torch.int8
+    scales = RowScales()
+    _mm: rowwise.IntMM | None = None
+
+    def check_width(self, name: str, K: int) -> None:
+        """Raise ModelError for a layer too wide for an int32 sum."""
+        rowwise.check_width(name, K)
+
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
+        """Choose the integer product."""
+        self._mm = rowwise.choose(self.config.backend, weight.device.type)
+
+    def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
+        """Return nothing: vLLM's kernels are in its wheel."""
+        return ()
+
+    def quantize(self, w_NK: torch.Tensor) -> Quantized:
+        """Scales [N, 1]."""
+        return rowwise.quantize_int8_rows(w_NK)
+
+    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+        """Use vLLM's kernels on CUDA, else torch's or the reference."""
+        name = self.config.backend
+        if x_MK.is_cuda and name != "torch" and out_dtype == torch.bfloat16:
+            return _vllm_product(x_MK, *w)
+        if self._mm is None:
+            self._mm = rowwise.choose(name, x_MK.device.type)
+        return rowwise.int8_fprop(x_MK, w, out_dtype, self._mm)
+
+
+def _vllm_product(x_MK: torch.Tensor, w_NK: torch.Tensor, s_N1: torch.Tensor) -> torch.Tensor:
+    """Use vLLM's quantizer and CUTLASS GEMM (Triton for widths CUTLASS does not support). Not yet run on a GPU."""
+    from vllm import _custom_ops
+
+    q_MK, s_M1, _ = _custom_ops.scaled_int8_quant(x_MK.contiguous(), symmetric=True)
+    return _custom_ops.cutlass_scaled_mm(q_MK, w_NK.t(), scale_a=s_M1, scale_b=s_N1, out_dtype=torch.bfloat16)
+
+
+_CLASSES: dict[str, type[LinearFormat]] = {"fp8-block": BlockFp8, "fp8-channel": ChannelFp8, "int8-channel": ChannelInt8}
 
 
 def format_of(config: Config) -> LinearFormat:
     """Return the format for one layer of a quantized rollout."""
     assert config.format is not None
-    module, _, name = _CLASSES[config.format.name].partition(":")
-    found: LinearFormat = getattr(importlib.import_module(f"jetrl_patch.adapters.vllm.{module}"), name)(config)
-    return found
+    return _CLASSES[config.format.name](config)

@@ -21,8 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from jetrl_patch import session
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, expert_modules
 from jetrl_patch.adapters.vllm.fixes import unpacked
-from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
+from jetrl_patch.adapters.vllm.ops import ExactLinearMethod
 from jetrl_patch.adapters.vllm.postload import absorb, made
 from jetrl_patch.adapters.vllm.shards import Shard, hf_name, hf_names, shards_of, vllm_names
 from jetrl_patch.errors import AuditError, SyncError, explain

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
-from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+from jetrl_patch.adapters.vllm.ops import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.models.families import FAMILIES
 

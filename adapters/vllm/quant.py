@@ -23,8 +23,8 @@ from vllm.platforms import current_platform
 
 from jetrl_patch import session
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
-from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+from jetrl_patch.adapters.vllm.ops import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.ranks import ExactReplicatedLinear, ExactRowParallelLinear
 from jetrl_patch.adapters.vllm.shards import REGISTRIES, claim, hf_name, hf_names
 from jetrl_patch.config import Config

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.formats import logger
-from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+from jetrl_patch.adapters.vllm.ops import ExactLinearMethod
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.fp8.mixture import added
 

@@ -18,11 +18,10 @@ from jetrl_patch import session
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, check_eager, expert_modules, finish
 from jetrl_patch.adapters.vllm.fixes import keep_live_experts
 from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
-from jetrl_patch.adapters.vllm.fused import fuse, keep_equal
 from jetrl_patch.adapters.vllm.graphs import mark_settings, run_eagerly
 from jetrl_patch.adapters.vllm.install import VllmInstaller
 from jetrl_patch.adapters.vllm.method import quantized_modules
-from jetrl_patch.adapters.vllm.ops import ExactRMSNorm
+from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, fuse, keep_equal
 from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
 from jetrl_patch.adapters.vllm.ranks import ExactRowParallelLinear, choose_sum, gathered
 from jetrl_patch.backends import choose_backend

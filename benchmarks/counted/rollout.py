@@ -54,8 +54,7 @@ def _vllm_silu(both: Tensor) -> Tensor:
 
 def count_step(model: Model, mode: str, fused: bool, best: str = "deep_gemm") -> tuple[tuple[Launch, ...], int]:
     """The launches, and the bytes of weights and their scales among what they read."""
-    from jetrl_patch.adapters.vllm.fused import FusedNorm, FusedSiluAndMul
-    from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, ExactSiluAndMul
+    from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, ExactSiluAndMul, FusedNorm, FusedSiluAndMul
 
     config = Config(precision="fp8-unified", align=mode).resolved()
     with hopper(best), torch.no_grad(), Counter() as counted:

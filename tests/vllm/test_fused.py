@@ -17,7 +17,7 @@ import torch
 import jetrl_patch
 from jetrl_patch import backends
 from jetrl_patch.adapters.vllm import formats, install, ranks
-from jetrl_patch.adapters.vllm.fused import FusedNorm, FusedSiluAndMul, keep_equal
+from jetrl_patch.adapters.vllm.ops import FusedNorm, FusedSiluAndMul, keep_equal
 from jetrl_patch.backends.cpu import NativeBackend
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.exact import ops
