@@ -1,1 +1,1 @@
-"""Speed benchmarks, always relative to a BF16 baseline measured in the same run."""
+"""Speed benchmarks, always relative to a BF16 baseline of the same run."""

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import kernels, step
-from benchmarks.timing import shown
+from benchmarks import kernels
+from benchmarks.harness import Row, markdown, show
 from jetrl_patch._versions import VERSION
 from jetrl_patch.native import build
 
@@ -29,7 +28,7 @@ PARTS = {
     "products": ("Products, GFLOP/s", kernels.products),
     "layer": ("A linear layer with its quantizers, GFLOP/s", kernels.layer),
     "operations": ("Other kernels, ms", kernels.operations),
-    "step": ("Training step of the demo model", step.training_steps),
+    "step": ("Training step of the demo model", kernels.training_steps),
 }
 #: instruction set -> variables that hold torch and its oneDNN to it. MKL, in torch's FP32 products, heeds none on AMD.
 TORCH = {
@@ -49,15 +48,7 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def markdown(title: str, rows: list[dict[str, object]]) -> str:
-    """One table as Markdown."""
-    names = list(rows[0])
-    lines = [f"## {title}", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    lines += ["| " + " | ".join(shown(row[name]) for name in names) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def measure(parts: list[str]) -> dict[str, list[dict[str, object]]]:
+def measure(parts: list[str]) -> dict[str, list[Row]]:
     """The rows of each part, in this process."""
     torch.set_num_threads(1)
     console, found = Console(stderr=True), {}
@@ -88,17 +79,11 @@ def main(argv: Iterable[str] | None = None) -> None:
     if args.json:
         print(json.dumps(measure(parts)))
         return
-    console, pages = Console(), []
+    pages = []
     for isa in args.isa or sets:
         for name, rows in measured(isa, parts).items():
             title = f"{PARTS[name][0]}: {isa}"
-            table = Table(title=title)
-            for column in rows[0]:
-                table.add_column(column, justify="right")
-            for row in rows:
-                table.add_row(*(shown(value) for value in row.values()))
-            console.print(table)
-            pages.append(markdown(title, rows))
+            pages.append(markdown(show(title, rows), title))
     if args.write:
         only = "".join(f"--part {part} " for part in args.part or ())
         head = (

@@ -7,7 +7,6 @@ packing of one tensor on one thread.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import best_of, shown
+from benchmarks.harness import Row, best_of, main
 from jetrl_patch.sync import delta
 from jetrl_patch.sync.digest import digest
 
@@ -81,8 +80,11 @@ def run(framework: str, folder: Path, steps: int) -> list[dict[str, float]]:
     return metrics
 
 
-def runs(framework: str, steps: int) -> Iterator[dict[str, object]]:
-    """Medians over the syncs of each learning rate. The sync before the first step sends everything and is not among them."""
+def runs(framework: str = "verl", steps: int = 10) -> Iterator[Row]:
+    """Medians over the syncs of ``steps`` steps with each learning rate, in "verl" or "openrlhf".
+
+    The sync before the first step sends everything and is not among them.
+    """
     from tests.openrlhf.run_openrlhf import make_task
 
     with tempfile.TemporaryDirectory(prefix="delta") as name:
@@ -106,7 +108,7 @@ def runs(framework: str, steps: int) -> Iterator[dict[str, object]]:
         }
 
 
-def speed(size: int = 1 << 26) -> Iterator[dict[str, object]]:
+def speed(size: int = 1 << 26) -> Iterator[Row]:
     """GB/s of the tensor's bytes, on one thread, by the share of bytes that changed."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
@@ -129,15 +131,5 @@ def speed(size: int = 1 << 26) -> Iterator[dict[str, object]]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["runs", "speed"])
-    parser.add_argument("--framework", choices=["verl", "openrlhf"], default="verl")
-    parser.add_argument("--steps", type=int, default=10, help="with each learning rate")
-    args = parser.parse_args()
-    for row in runs(args.framework, args.steps) if args.part == "runs" else speed():
-        print("| " + " | ".join(shown(value) for value in row.values()) + " |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    main(runs, speed)

@@ -6,7 +6,6 @@ log-probs, checks that the engine may serve and that the other side lives.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import shown
+from benchmarks.harness import Row, main
 
 #: guard -> module and functions that are nothing else
 GUARDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -70,7 +69,7 @@ if os.environ.get("TIMED_GUARDS"):
 '''
 
 
-def timed(folder: Path) -> Iterator[dict[str, object]]:
+def timed(folder: Path) -> Iterator[Row]:
     """Yield seconds and calls of each guard over all processes."""
     pages = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64).view(-1, 2) for file in folder.iterdir()]
     total = torch.stack(pages).sum(0)
@@ -78,7 +77,7 @@ def timed(folder: Path) -> Iterator[dict[str, object]]:
         yield {"guard": name, "calls": int(total[index, 1]), "seconds": total[index, 0].item()}
 
 
-def run(steps: int, out: Path) -> list[dict[str, object]]:
+def guards(steps: int = 30, out: str = "outputs/guards") -> list[Row]:
     """Run the demo, and return a row for each guard and one for all of them, with its share of the steps' seconds."""
     with tempfile.TemporaryDirectory() as temporary:
         hook, folder = Path(temporary) / "hook", Path(temporary) / "timed"
@@ -88,25 +87,16 @@ def run(steps: int, out: Path) -> list[dict[str, object]]:
         (hook / "sitecustomize.py").write_text(f"GUARDS = {guards!r}\n{_HOOK}")
         environ = {**os.environ, "PYTHONPATH": f"{hook}:{os.getcwd()}", "TIMED_GUARDS": str(folder)}
         subprocess.run(
-            [sys.executable, "-m", "examples.verl.demo", "--steps", str(steps), "--out", str(out)], env=environ, check=True
+            [sys.executable, "-m", "examples.verl.demo", "--steps", str(steps), "--out", out], env=environ, check=True
         )
         rows = list(timed(folder))
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
     seconds = sum(line["data"].get("timing_s/step", 0.0) for line in lines if "data" in line)
-    rows.append({"guard": "all", **{name: sum(row[name] for row in rows) for name in ("calls", "seconds")}})  # type: ignore[misc]
+    rows.append({"guard": "all", **{name: sum(row[name] for row in rows) for name in ("calls", "seconds")}})
     for row in rows:
-        row["share of the steps"] = f"{100 * row['seconds'] / seconds:.2f}%"  # type: ignore[operator]
+        row["share of the steps"] = f"{100 * row['seconds'] / seconds:.2f}%"
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("outputs/guards"))
-    options = parser.parse_args()
-    for row in run(options.steps, options.out.resolve()):
-        print("  ".join(f"{name}: {shown(value)}" for name, value in row.items()))
-
-
 if __name__ == "__main__":
-    main()
+    main(guards)

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import Row, main
 from jetrl_patch.exact import logprob
 
 
@@ -29,7 +30,8 @@ def resident(figure: str) -> int:
     return int(found[1]) * 1024
 
 
-def run(way: str, tokens: int, vocabulary: int) -> None:
+def log_probs(way: str = "blocks", tokens: int = 8192, vocabulary: int = 151_936) -> Iterator[Row]:
+    """One way, "blocks" or "one pass"."""
     labels = torch.arange(tokens) % vocabulary
     logits = torch.empty(tokens, vocabulary, dtype=torch.bfloat16).normal_().requires_grad_()
     size = logits.nbytes
@@ -43,22 +45,13 @@ def run(way: str, tokens: int, vocabulary: int) -> None:
     (gradient,) = torch.autograd.grad(found.sum(), logits)
     seconds = time.perf_counter() - start
     peak = resident("VmHWM")
-    allowed = 1.2 * size + logprob.BLOCK_BYTES
-    print(
-        f"{way}: {tokens} tokens, vocabulary {vocabulary}: logits {size / 2**20:.0f} MiB, with them at most "
-        f"{(size + peak - before) / 2**20:.0f} MiB ({(size + peak - before) / size:.2f} times the logits), "
-        f"allowed {allowed / 2**20:.0f} MiB; {seconds:.1f} s; gradient {float(gradient[:16].detach().float().norm()):.6g}"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=["blocks", "one pass"], default="blocks")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    args = parser.parse_args()
-    run(args.way, args.tokens, args.vocabulary)
+    yield {
+        "way": way, "tokens": tokens, "vocabulary": vocabulary, "logits, MiB": size / 2**20,
+        "with them at most, MiB": (size + peak - before) / 2**20, "of the logits": (size + peak - before) / size,
+        "allowed, MiB": (1.2 * size + logprob.BLOCK_BYTES) / 2**20, "seconds": seconds,
+        "gradient": float(gradient[:16].detach().float().norm()),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main(log_probs)

@@ -7,7 +7,6 @@ Run: ``python -m benchmarks.scale_format`` (a few minutes on two cores, longer w
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import random
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from benchmarks.harness import Row, fill, main, markdown
 from examples.words import task, warm_start
 from examples.words.tokenizer import build_tokenizer
 from jetrl_patch.backends import quantize
@@ -29,7 +29,6 @@ from jetrl_patch.models.layers import is_quantized
 
 FORMATS = ("pow2", "fp32")
 PAGE = Path(__file__).parents[1] / "docs" / "precisions.md"
-MARKS = "<!-- scale-formats -->", "<!-- /scale-formats -->"
 
 
 def sqnr(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -111,31 +110,27 @@ def training(steps: int, seeds: int) -> dict[str, list[float]]:
     return {arm: [from_scratch(convert, steps, s, f"{arm}, seed {s}") for s in range(seeds)] for arm, convert in arms.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4000)
-    args = parser.parse_args()
+def scale_formats(steps: int = 600, seeds: int = 2, tokens: int = 4000) -> list[Row]:
+    """The table of the page, which is written."""
     torch.set_num_threads(1)
-    errors, losses, apart = quantization_error(), training(args.steps, args.seeds), mismatch(args.tokens)
+    errors, losses, apart = quantization_error(), training(steps, seeds), mismatch(tokens)
     mean = {arm: sum(values) / len(values) for arm, values in losses.items()}
-    rows = [
-        f"| {f} | {errors[f][0]:.2f} | {errors[f][1]:.2f} | {apart[f]['logp_abs_diff_mean']:.2e} | "
-        f"{apart[f]['k3_kl']:.2e} | {mean[f]:.4f} ({(mean[f] / mean['bf16'] - 1) * 100:+.2f}%) |"
+    rows: list[Row] = [
+        {
+            "`scale_format`": f, "weights, SQNR dB": f"{errors[f][0]:.2f}", "activations, SQNR dB": f"{errors[f][1]:.2f}",
+            'mean abs Δlogp, `align="linear"`': f"{apart[f]['logp_abs_diff_mean']:.2e}", "k3 KL": f"{apart[f]['k3_kl']:.2e}",
+            "loss from scratch (against BF16)": f"{mean[f]:.4f} ({(mean[f] / mean['bf16'] - 1) * 100:+.2f}%)",
+        }
         for f in FORMATS
-    ]
-    table = (
-        "| `scale_format` | weights, SQNR dB | activations, SQNR dB | mean abs Δlogp, `align=\"linear\"` | k3 KL | "
-        "loss from scratch (against BF16) |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
-        f"The example's model; {args.tokens} sampled tokens; {args.steps} steps of cross-entropy, {args.seeds} seed(s), "
+    ]  # fmt: skip
+    ran = (
+        f"The example's model; {tokens} sampled tokens; {steps} steps of cross-entropy, {seeds} seed(s), "
         f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
-        f"Command: `python -m benchmarks.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`."
+        f"Command: `python -m benchmarks.scale_format --steps {steps} --seeds {seeds} --tokens {tokens}`."
     )
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    PAGE.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
-    print(table)
+    fill(PAGE, "scale-formats", f"{markdown(rows)}\n{ran}")
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    main(scale_formats)

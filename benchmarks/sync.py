@@ -6,21 +6,20 @@ trainer's stream over buckets into an engine's memory, once with the formula and
 
 from __future__ import annotations
 
-import argparse
 import functools
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.timing import best_of, shown
+from benchmarks.harness import Row, best_of, main
 from jetrl_patch.backends import get_backend
-from jetrl_patch.sync import digest as module
-from jetrl_patch.sync.digest import Pieces, Rect, digest, formula
+from jetrl_patch.sync import digest as digests
+from jetrl_patch.sync.digest import Pieces, Rect, formula
 from jetrl_patch.sync.protocol import SCALE_SUFFIX, Terms
 from jetrl_patch.sync.receive import Receiver
 from jetrl_patch.sync.send import BUCKET_BYTES, SyncStats, pack, quantized_stream, unpack
@@ -31,23 +30,15 @@ CPU = torch.device("cpu")
 SHAPES = ((2048, 2048), (4096, 4096), (8192, 8192), (32768, 4096))
 
 
-def digests() -> Iterator[dict[str, object]]:
+def digest() -> Iterator[Row]:
     """GB/s of the kernel and of the formula in torch, in the same run."""
     torch.set_num_threads(1)
     for rows, cols in SHAPES:
         data = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
-        functions: dict[str, Callable[[], object]] = {
-            "kernel": functools.partial(digest, data),
-            "formula": functools.partial(formula, data),
-        }
+        functions = {"kernel": functools.partial(digests.digest, data), "formula": functools.partial(formula, data)}
         best = best_of(functions, seconds=1.0, rounds=3)
-        speed = {name: data.numel() / seconds / 1e9 for name, seconds in best.items()}
-        yield {
-            "bytes": f"{rows} x {cols}",
-            "kernel, GB/s": speed["kernel"],
-            "formula, GB/s": speed["formula"],
-            "ratio": speed["kernel"] / speed["formula"],
-        }
+        speed = {f"{name}, GB/s": data.numel() / seconds / 1e9 for name, seconds in best.items()}
+        yield {"bytes": f"{rows} x {cols}", **speed, "ratio": best["formula"] / best["kernel"]}
 
 
 def shapes_of(parameters: float) -> dict[str, tuple[int, ...]]:
@@ -135,7 +126,7 @@ def sync(
     return time.perf_counter() - start
 
 
-def model(parameters: float) -> Iterator[dict[str, object]]:
+def model(parameters: float = 1e9) -> Iterator[Row]:
     """Seconds and peak extra memory of a sync with the formula and with the kernel, interleaved."""
     shapes = shapes_of(parameters)
     layers = [name.removesuffix(".weight") for name, shape in shapes.items() if "_proj" in name]
@@ -151,7 +142,7 @@ def model(parameters: float) -> Iterator[dict[str, object]]:
     for _ in range(2):
         for name, found in seconds.items():
             before = _resident()
-            with Watch() as watch, mock.patch.object(module, "_native", lambda name=name: name != "formula"):
+            with Watch() as watch, mock.patch.object(digests, "_native", lambda name=name: name != "formula"):
                 found.append(sync(weights, layers, engine, overlapped="overlapped" in name))
             extra[name] = max(extra.get(name, 0), watch.peak - before)
     for name, found in seconds.items():
@@ -189,15 +180,5 @@ class Watch:
         self._thread.join()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["digest", "model"])
-    parser.add_argument("--parameters", type=float, default=1e9)
-    args = parser.parse_args()
-    rows = digests() if args.part == "digest" else model(args.parameters)
-    for row in rows:
-        print("  ".join(f"{name}: {shown(value)}" for name, value in row.items()))
-
-
 if __name__ == "__main__":
-    main()
+    main(digest, model)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from benchmarks.counted.counter import Launch
-from benchmarks.counted.decode import ROWS, count_decode
-from benchmarks.counted.rollout import rollout_tables
-from benchmarks.counted.training import LENGTH, MODES, TOKENS, Passes, count_block, count_linears
-from benchmarks.gpu.floors import PUBLISHED
-from benchmarks.gpu.report import markdown, show
-from benchmarks.gpu.shapes import MODELS
+from benchmarks.counted.passes import (
+    LENGTH,
+    MODES,
+    ROWS,
+    TOKENS,
+    Passes,
+    count_block,
+    count_decode,
+    count_linears,
+    count_step,
+)
+from benchmarks.harness import Row, asked_to_write, markdown, show
+from benchmarks.shapes import MODELS, PUBLISHED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
 #: the least that BF16's time over a mode's must be, and the most that ``exact`` may be of ``linear``
@@ -47,7 +50,7 @@ def _total(launches: Sequence[Launch]) -> tuple[int, float, float]:
     return len(launches), sum(x.bytes for x in launches) / 1e9, sum(x.seconds(PUBLISHED) for x in launches) * 1e3
 
 
-def _rows(counted: dict[tuple[str, str], Passes], weights: bool) -> Iterator[dict[str, Any]]:
+def _rows(counted: dict[tuple[str, str], Passes], weights: bool) -> Iterator[Row]:
     for (model, mode), passes in counted.items():
         (n, gb, ms), (n_back, gb_back, ms_back) = _total(passes.forward), _total(passes.backward)
         row = {
@@ -61,7 +64,7 @@ def _ms(passes: Passes) -> float:
     return _total(passes.forward + passes.backward)[2]
 
 
-def _longest(passes: Passes) -> Iterator[dict[str, Any]]:
+def _longest(passes: Passes) -> Iterator[Row]:
     """What takes the most time, of one kind of launch together."""
     for name, launches in (("forward", passes.forward), ("backward", passes.backward)):
         kinds = {x.name: _total([y for y in launches if y.name == x.name]) for x in launches}
@@ -69,7 +72,20 @@ def _longest(passes: Passes) -> Iterator[dict[str, Any]]:
             yield {"pass": name, "launch": f"`{kind}`", "launches": n, "GB": gb, "ms": ms}
 
 
-def tables() -> dict[str, list[dict[str, Any]]]:
+def _steps() -> Iterator[Row]:
+    """A decoding step in vLLM, before and after producers quantize."""
+    for model in MODELS:
+        for mode in MODES[1:]:
+            for fused in (False, True):
+                launches, weights = count_step(model, mode, fused)
+                n, gb, ms = _total(launches)
+                yield {
+                    "model": model.name, "mode": mode, "quantized by": "the norm or activation" if fused else "the linear",
+                    "launches": n, "MB without weights": gb * 1e3 - weights / 1e6, "µs": ms * 1e3,
+                }  # fmt: skip
+
+
+def tables() -> dict[str, list[Row]]:
     """Title -> rows."""
     blocks = {(model.name, mode): count_block(model, mode) for model in MODELS for mode in MODES}
     ways = {MODES[0]: True, MODES[1]: True, WITHOUT: False}
@@ -105,7 +121,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
         "A block, forward and backward": list(_rows(blocks, weights=True)),
         "Its linear layers alone": list(_rows(linears, weights=False)),
         f"Its linear layers in a decoding step, M = {ROWS}": steps,
-        **rollout_tables(MODELS, lambda launch: launch.seconds(PUBLISHED)),
+        f"Norms, linear layers and activation of a block in a decoding step, M = {ROWS}": list(_steps()),
         f"The longest launches of a block, {MODELS[0].name}, linear": list(_longest(blocks[MODELS[0].name, "linear"])),
         f"The longest launches of a block, {MODELS[0].name}, exact": list(_longest(blocks[MODELS[0].name, "exact"])),
     }
@@ -138,23 +154,21 @@ Not counted: the launches of attention in a decoding step, with its rotary embed
 """
 
 
-def page(found: dict[str, list[dict[str, Any]]]) -> str:
+def page(found: dict[str, list[Row]]) -> str:
     """The text of ``docs/benchmarks/counted.md``."""
     head = _HEAD.format(
         bandwidth=PUBLISHED.bandwidth, bf16=PUBLISHED.bf16, fp8=PUBLISHED.fp8, wgrad=PUBLISHED.fp8_wgrad, tokens=TOKENS,
         length=LENGTH,
     )  # fmt: skip
-    return head + "\n".join(markdown(title, rows) for title, rows in found.items()) + "\n" + _WHY
+    return head + "\n".join(markdown(rows, title) for title, rows in found.items()) + "\n" + _WHY
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/counted.md")
     found = tables()
-    if parser.parse_args().write:
+    if asked_to_write(__doc__, PAGE):
         PAGE.write_text(page(found))
     for title, rows in found.items():
-        show(Console(), f"{title} (counted)", rows)
+        show(f"{title} (counted)", rows)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.hopper.plan import ALL, BROKEN, ESTIMATED, FAILED, LEFT, LIMIT, PARTS, Part, find, table
-from benchmarks.hopper.record import Record, load
+from benchmarks.hopper import worker
+from benchmarks.hopper.plan import ALL, ESTIMATED, LIMIT, PARTS, Part, find, table
+from benchmarks.hopper.record import load, write
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES, SCRATCH, DRY = (ROOT / place for place in ("docs/benchmarks/hopper", "outputs/hopper", "outputs/hopper-dry"))
+PAGES, SCRATCH, DRY = (ROOT / folder for folder in ("docs/benchmarks/hopper", "outputs/hopper", "outputs/hopper-dry"))
 #: seconds in which the processes of a part may end by themselves after its limit
 GRACE = 10.0
 
@@ -29,51 +29,35 @@ GRACE = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(arguments)
-    out = args.out or (DRY if args.dry else PAGES)
-    scratch = args.scratch or (DRY if args.dry else SCRATCH)
+    args.out = args.out or (DRY if args.dry else PAGES)
+    args.scratch = args.scratch or (DRY if args.dry else SCRATCH)
+    args.command = f"python -m benchmarks.hopper {shlex.join(arguments)}".strip()
     try:
         parts = find(args.part)
-        states = _states(out)
+        show(parts, args.out)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if args.pages:
-        return _write(out, parts)
-    show(parts, states)
-    if args.plan:
+        write(args.out, parts)
+    if args.pages or args.plan:
         return 0
-    missing = {} if args.dry else check(parts, scratch, args.without_deep_gemm)
+    missing = {} if args.dry else check(parts, args.scratch, args.deep_gemm)
     refused = [text for letter, text in missing.items() if letter == ALL or args.part]
     if refused or len(missing) == len(parts):
         print(*(refused[:1] or missing.values()), sep="\n", file=sys.stderr)
         return 1
-    able = [part for part in parts if part.letter not in missing]
-    for part in able:
-        file = out / f"{part.name}.json"
-        if args.again or args.dry:
-            file.unlink(missing_ok=True)
-        elif args.failed:
-            forget(file, part)
-    command = f"python -m benchmarks.hopper {shlex.join(arguments)}".strip()
-    results = [run(part, out, scratch, command, args.dry, args.without_deep_gemm) for part in able]
+    results = []
+    for part in [part for part in parts if part.letter not in missing]:
+        forget(args.out / f"{part.name}.json", part, everything=args.again or args.dry, failed=args.failed)
+        results.append(run(part, args))
     if not args.records:
-        _write(out, parts)
-    show(parts, _states(out))
+        write(args.out, parts)
+    show(parts, args.out)
     for text in missing.values():
         print(f"not run: {text}")
-    print(f"{'records' if args.records else 'pages and records'}: {out}")
+    print(f"{'records' if args.records else 'pages and records'}: {args.out}")
     return 0 if all(results) else 1
-
-
-def _states(out: Path) -> dict[str, str]:
-    return {part.letter: load(out / f"{part.name}.json", part.name).state for part in PARTS}
-
-
-def _write(out: Path, parts: Sequence[Part]) -> int:
-    from benchmarks.hopper import page
-
-    page.write(out, parts)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,13 +71,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pages", action="store_true", help="write the pages of the records that are there, and exit")
     parser.add_argument("--out", type=Path, help="folder of records and pages")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints and logs")
-    parser.add_argument("--without-deep-gemm", action="store_true", help="measure without DeepGEMM, which needs nvcc")
+    parser.add_argument(
+        "--without-deep-gemm", dest="deep_gemm", action="store_false", help="measure without DeepGEMM, which needs nvcc"
+    )
     return parser
 
 
-def show(parts: Sequence[Part], states: dict[str, str]) -> None:
-    """Print the plan."""
-    rows = table(parts, states)
+def show(parts: Sequence[Part], out: Path) -> None:
+    """Print the plan with the state of each part's record."""
+    rows = table(parts, {part.letter: load(out / f"{part.name}.json", part.name).state for part in PARTS})
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for line in lines:
@@ -101,93 +87,86 @@ def show(parts: Sequence[Part], states: dict[str, str]) -> None:
     print(ESTIMATED, flush=True)
 
 
-def check(parts: Sequence[Part], scratch: Path, without_deep_gemm: bool) -> dict[str, str]:
-    """Look at the machine in a process of its own: ``needs.problems``."""
+def check(parts: Sequence[Part], scratch: Path, deep_gemm: bool) -> dict[str, str]:
+    """Look at the machine in a process of its own: ``plan.problems``."""
     letters = "".join(part.letter for part in parts)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        command = [sys.executable, "-m", "benchmarks.hopper.needs", letters, "--scratch", str(scratch), "--to", str(answer)]
-        command += ["--without-deep-gemm"] * without_deep_gemm
-        done = subprocess.run(command, cwd=ROOT, check=False)
-        if not answer.exists():
-            return {ALL: f"make hopper: the check of this machine ended with status {done.returncode}; it says why above."}
-        found: dict[str, str] = json.loads(answer.read_text())
-        return found
+    command = [sys.executable, "-m", "benchmarks.hopper.plan", letters, str(scratch), str(deep_gemm)]
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return {ALL: f"make hopper: the check of this machine ended with status {done.returncode}; it says why above."}
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def forget(file: Path, part: Part) -> None:
-    """Let what failed in a record run again."""
-    if file.exists():
+def forget(file: Path, part: Part, everything: bool, failed: bool) -> None:
+    """Let what was measured, or what failed, run again."""
+    if everything:
+        file.unlink(missing_ok=True)
+    elif failed and file.exists():
         record = load(file, part.name)
-        record.forget_failures()
+        record.errors, record.lost = {}, {}
         record.save(file)
 
 
-def run(
-    part: Part, out: Path, scratch: Path, command: str, dry: bool, without_deep_gemm: bool, limit: float = LIMIT
-) -> bool:
+def run(part: Part, args: argparse.Namespace, limit: float = LIMIT) -> bool:
     """Run a part in a process of its own until it ends or its time does. Returns whether it is complete without a failure.
 
-    A process that a piece has ended is followed by another, which goes on there.
+    A process that a piece has ended is followed by another, which goes on behind that piece.
     """
-    file = out / f"{part.name}.json"
+    file = args.out / f"{part.name}.json"
     record = load(file, part.name)
     if record.complete:
         print(f"\npart {part.letter} ({part.name}): {record.state}, kept", flush=True)
-        return not record.failed
-    scratch.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-u", "-m", "benchmarks.hopper.part", part.letter, "--out", str(out), "--scratch", str(scratch)]
-    words += ["--command", command, *["--dry"] * dry, *["--without-deep-gemm"] * without_deep_gemm]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if dry else {}
-    end, goes_on, turn = time.monotonic() + limit, True, 0
-    while goes_on and (seconds := end - time.monotonic()) > 0:
+        return not record.errors
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    given = {"part": part.name, "out": str(args.out), "scratch": str(args.scratch), "command": args.command}
+    given |= {"dry": args.dry, "deep_gemm": args.deep_gemm}
+    end, turn = time.monotonic() + limit, 0
+    while (seconds := end - time.monotonic()) > 0:
         turn += 1
-        log = scratch / f"{part.name}{f'-{turn}' if turn > 1 else ''}.log"
+        log = args.scratch / f"{part.name}-{turn}.log"
         print(f"\npart {part.letter} ({part.name}), log {log}", flush=True)
-        before = measured(load(file, part.name))
-        ended = _process([*words, "--limit", str(seconds)], {**os.environ, **hidden}, log, end)
+        words = [sys.executable, "-u", "-m", "benchmarks.hopper.worker", json.dumps({**given, "limit": seconds})]
+        ended, status = record.ended, _process(words, args.dry, log, end)
         record = load(file, part.name)
-        goes_on = ended == BROKEN
-        if record.running:
-            how = f"status {ended}" if ended is not None else f"it did not end within {limit:.0f} s"
-            if ended is not None or measured(record) == before:  # else it may have begun late; it is first in the next command
-                record.cells[record.running[0]].lose(record.running[1], how)
-            print(f"part {part.letter}: {', '.join(record.running)} ended with {how}; it is left for another process", flush=True)
-            record.running, goes_on = [], ended is not None
-            record.save(file)
-        elif ended not in (0, None, FAILED, LEFT, BROKEN) or (ended == FAILED and not record.failed):
-            print(f"part {part.letter} ended with status {ended}; see {log}", file=sys.stderr)
-    return record.complete and not record.failed
+        if status == worker.BROKEN:
+            continue
+        if not record.running:
+            if status not in (worker.DONE, worker.REFUSED, worker.LEFT) and not record.errors:
+                print(f"part {part.letter} ended with status {status}; see {log}", file=sys.stderr)
+            break
+        how = f"it did not end within {limit:.0f} s" if status is None else f"status {status}"
+        if status is not None or record.ended == ended:  # else it may have begun late, and it comes first in the next command
+            record.lose(record.running, how)
+        print(f"part {part.letter}: {record.running} ended with {how}; it is left for another process", flush=True)
+        record.running = ""
+        record.save(file)
+    return record.complete and not record.errors
 
 
-def measured(record: Record) -> int:
-    """How many pieces have ended."""
-    return sum(len(found.done) + len(found.errors) for found in record.cells.values())
-
-
-def _process(words: Sequence[str], environment: dict[str, str], log: Path, end: float) -> int | None:
+def _process(words: Sequence[str], dry: bool, log: Path, end: float) -> int | None:
     """Run a process with all that it starts until it ends or ``end``. Returns its status, or None if it was ended."""
     from examples.common.processes import Group
 
-    group, shown = Group(words, environment, ROOT, log), 0
+    group, printed = Group(words, {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if dry else {})}, ROOT, log), 0
     try:
-        while (ended := group.leader.poll()) is None and time.monotonic() < end:
-            shown = _follow(log, shown)
+        while (status := group.leader.poll()) is None and time.monotonic() < end:
+            printed = _follow(log, printed)
             time.sleep(0.2)
     finally:
         group.end(GRACE)
-        _follow(log, shown)
-    return ended
+        _follow(log, printed)
+    return status
 
 
-def _follow(log: Path, shown: int) -> int:
+def _follow(log: Path, printed: int) -> int:
     """Print what the log has gained; returns how much of it has been printed."""
     with log.open("rb") as file:
-        file.seek(shown)
+        file.seek(printed)
         fresh = file.read()
     sys.stdout.write(fresh.decode(errors="replace"))
     sys.stdout.flush()
-    return shown + len(fresh)
+    return printed + len(fresh)
 
 
 if __name__ == "__main__":

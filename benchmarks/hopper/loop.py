@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio, whole
+from benchmarks.harness import Row
 from benchmarks.hopper.plan import find
+from benchmarks.hopper.record import Record, Table
+from benchmarks.hopper.worker import Piece, Setup
 from examples.common.recipe import Arm, Launch
 from examples.common.runner import run_arm
 from examples.verl.compare import MODES
@@ -19,7 +21,7 @@ from examples.verl.recipe import Recipe
 from jetrl_patch.cli.report import Run
 from jetrl_patch.cli.report.runs import PARTS
 
-STEPS, BASELINE = 8, "bf16"
+STEPS, BASELINE, TITLE = 8, "bf16", "Seconds of a step"
 
 #: writes what verl's ``file`` logger writes, for a dry run
 STAND_IN = """
@@ -39,12 +41,13 @@ class DryRecipe(Recipe):
         return replace(super().launch(arm, folder, temporary, log), command=[sys.executable, "-c", STAND_IN % (self.steps + 1)])
 
 
-def cells(setup: Setup) -> dict[str, Cell]:
-    dense = (mode for mode, arm in MODES.items() if arm.router_replay == "none")
-    return {mode: Cell("Seconds of a step", whole(partial(_run, setup, mode)), 120) for mode in dense}
+def pieces(setup: Setup) -> Iterator[Piece]:
+    for mode, arm in MODES.items():
+        if arm.router_replay == "none":
+            yield Piece(TITLE, mode, partial(_run, setup, mode), 120)
 
 
-def _run(setup: Setup, mode: str) -> Iterator[dict[str, Any]]:
+def _run(setup: Setup, mode: str) -> list[Row]:
     folder = (setup.scratch / "loop" / mode.replace("/", "-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -53,18 +56,17 @@ def _run(setup: Setup, mode: str) -> Iterator[dict[str, Any]]:
         steps=3 if setup.dry else STEPS, held_out=64, validate_every=STEPS, device=setup.device, backend=setup.backend,  # type: ignore[arg-type]
         gpu_memory_utilization=find(["loop"])[0].share,
     )  # fmt: skip
-    yield row(mode, run_arm(recipe, MODES[mode], folder, lambda *_: None, lambda: None))
+    return [row(mode, run_arm(recipe, MODES[mode], folder, lambda *_: None, lambda: None))]
 
 
-def row(mode: str, run: Run) -> dict[str, Any]:
+def row(mode: str, run: Run) -> Row:
     """Medians over the steps without the first, which compiles."""
-    phases: dict[str, Any] = {}
+    phases: Row = {}
     for name, timers in PARTS.items():
-        by_step: dict[int, float] = {}
+        by_step: Counter[int] = Counter()
         for timer in timers:
-            for step, seconds in run.series(timer):
-                by_step[step] = by_step.get(step, 0.0) + seconds
-        phases[f"{name} s"] = _median(sorted(by_step.items()))
+            by_step.update(dict(run.series(timer)))
+        phases[f"{name} s"] = _median(by_step.items())
     equal = [share for _, share in run.series("jetrl/bit_equal_fraction")]
     return {
         "mode": mode, "steps": len(run.training_steps), "step s": _median(run.seconds), **phases,
@@ -74,19 +76,17 @@ def row(mode: str, run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _median(points: Sequence[tuple[int, float]]) -> float | str:
+def _median(points: Iterable[tuple[int, float]]) -> float | str:
     later = [value for step, value in points if step > 1]
     return statistics.median(later) if later else ""
 
 
-def derive(cells: Cells, planned: Sequence[str]) -> list[Derived]:
-    rows = {row["mode"]: row for found in cells.values() for row in found}
-    base = rows.get(BASELINE)
-    if base is None:
-        return []
-    keys = [key for key in base if key.endswith(" s")]
+def derive(record: Record) -> list[Table]:
+    rows = {row["mode"]: row for row in record.tables().get(TITLE, [])}
+    base = {key: value for key, value in rows.get(BASELINE, {}).items() if key.endswith(" s") and value}
     table = [
-        {"mode": mode, **{f"{key[:-2]}, BF16 / this": ratio(base[key], mine[key]) for key in keys}} for mode, mine in rows.items()
-    ]
+        {"mode": mode, **{f"{key[:-2]}, BF16 / this": base[key] / mine[key] for key in base if mine[key]}}
+        for mode, mine in rows.items() if base
+    ]  # fmt: skip
     note = "A model of 2.4 million parameters: what is measured is overhead, not speed."
-    return [Derived("Time of each phase against BF16", table, note)]
+    return [("Time of each phase against BF16", table, note if table else "")]

@@ -1,42 +1,74 @@
-"""What a part found, in a JSON file that is written after each piece: a command that was cut short loses one piece at most."""
+"""What a part found, in a JSON file that is written after each piece, and the pages that show it.
+
+A command that was cut short loses one piece at most. A part that was not measured has no page.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-Rows = list[dict[str, Any]]
+from benchmarks.harness import Row, markdown
+from benchmarks.hopper.plan import ESTIMATED, PARTS, Part, table
+
 #: how often a piece may end its process before it counts as failed
 TRIALS = 2
+#: title, rows and note of a table
+Table = tuple[str, list[Row], str]
 
 
 @dataclass
-class Found:
-    """What one cell found: a table's rows.
+class Record:
+    """A part's pieces, by name.
 
     Attributes:
-        done: names of the pieces that were measured.
-        errors: piece -> why it failed; "" stands for the cell itself.
-        lost: piece -> how it ended its process, each time.
-        complete: whether no piece is left.
-        command: the command line that ran it last.
-        environment: hardware, software and options of all its rows.
-        clocks: of the GPU, while the cell ran last.
+        planned: the table of each piece, in order.
+        running: the piece that has begun and not ended.
+        rows, errors: what a piece found, or why it failed.
+        lost: how a piece ended its process, each time.
+        environment: hardware, software and options of all rows. commands: the command lines that measured them.
+        clocks: of the GPU, for each table.
+        missing: backends and libraries that are not there, and why.
     """
 
-    title: str
-    rows: Rows = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
+    part: str
+    dry: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    planned: dict[str, str] = field(default_factory=dict)
+    running: str = ""
+    rows: dict[str, list[Row]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     lost: dict[str, list[str]] = field(default_factory=dict)
-    complete: bool = False
-    seconds: float = 0.0
-    command: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
-    clocks: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, dict[str, float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def left(self) -> list[str]:
+        """Pieces that have not ended, last those that ended their process."""
+        return sorted((name for name in self.planned if name not in self.rows | self.errors), key=lambda name: name in self.lost)
+
+    @property
+    def ended(self) -> int:
+        """How many pieces were measured or have failed."""
+        return len(self.rows) + len(self.errors)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every piece has ended, failed or not."""
+        return bool(self.planned) and not self.left
+
+    @property
+    def state(self) -> str:
+        """In words: ``done``, or how far it is."""
+        if not self.planned:
+            return "not measured"
+        done = f"{len(self.planned) - len(self.left)} of {len(self.planned)} pieces" if self.left else "done"
+        return f"{done}, {len(self.errors)} failed" if self.errors else done
 
     def lose(self, piece: str, how: str) -> None:
         """Note that a piece ended its process. It runs once more in another one; then it has failed."""
@@ -44,66 +76,27 @@ class Found:
         if len(self.lost[piece]) >= TRIALS:
             self.errors[piece] = f"ended its process {TRIALS} times: {how}"
 
-
-@dataclass
-class Record:
-    """A part's cells.
-
-    Attributes:
-        planned: names of all cells, in order.
-        running: the cell and the piece that have begun and not ended; empty if there are none.
-        missing: backends and libraries that are not there, and why.
-    """
-
-    part: str
-    dry: bool = False
-    planned: list[str] = field(default_factory=list)
-    running: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    cells: dict[str, Found] = field(default_factory=dict)
-
-    @property
-    def left(self) -> list[str]:
-        """Cells that have not begun, then those that have not ended, in order."""
-        begun = [name for name in self.planned if name in self.cells and not self.cells[name].complete]
-        return [name for name in self.planned if name not in self.cells] + begun
-
-    @property
-    def failed(self) -> list[str]:
-        """Cells of which a piece failed."""
-        return [name for name, found in self.cells.items() if found.errors]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every cell has ended, failed or not."""
-        return bool(self.planned) and not self.left
-
-    @property
-    def state(self) -> str:
-        """In words: ``done``, or how far it is."""
-        if not self.cells:
-            return "not measured"
-        ended = sum(found.complete for found in self.cells.values())
-        done = "done" if not self.left else f"{ended} of {len(self.planned)} cells"
-        return f"{done}, {len(self.failed)} failed" if self.failed else done
-
-    def rows(self) -> dict[str, Rows]:
-        """The rows of each cell."""
-        return {name: found.rows for name, found in self.cells.items()}
-
-    def environments(self) -> list[dict[str, str]]:
-        """The different environments of its cells; one, unless the file was put together by hand."""
-        found: list[dict[str, str]] = []
-        for cell in self.cells.values():
-            if cell.environment not in found:
-                found.append(cell.environment)
+    def tables(self) -> dict[str, list[Row]]:
+        """Title -> rows of all its pieces, in the order of the plan."""
+        found: dict[str, list[Row]] = {title: [] for title in self.planned.values()}
+        for piece, title in self.planned.items():
+            found[title] += self.rows.get(piece, ())
         return found
 
-    def forget_failures(self) -> None:
-        """Let failed pieces run again. What was measured is kept."""
-        for name in self.failed:
-            found = self.cells[name]
-            found.errors, found.lost, found.complete = {}, {}, False
+    def complete_in(self, title: str) -> bool:
+        """Whether all pieces of a table were measured."""
+        return all(piece in self.rows for piece, its in self.planned.items() if its == title)
+
+    def other(self, here: dict[str, str]) -> str:
+        """In what this environment differs from that of the rows; "" if they may be joined."""
+        keys = [key for key in {**self.environment, **here} if self.environment.get(key) != here.get(key) and key != "commit"]
+        if not self.rows or not keys:
+            return ""
+        before, now = (", ".join(f"{key} {side.get(key, 'none')}" for key in keys) for side in (self.environment, here))
+        return (
+            f"part {self.part}: required {before}, with which its other rows were measured, found {now}. "
+            "Measure all anew (add --again), or keep both (give another --out)."
+        )
 
     def save(self, file: Path) -> None:
         """Write the file whole, or leave the one that is there."""
@@ -122,10 +115,75 @@ def load(file: Path, part: str) -> Record:
     if not file.exists():
         return Record(part)
     try:
-        data = json.loads(file.read_text())
-        record = Record(**{**data, "cells": {name: Found(**found) for name, found in data["cells"].items()}})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        record = Record(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is not a record of make hopper ({error}). Move it away, or repair it.") from None
     if record.part != part:
         raise ValueError(f"{file} is a record of part {record.part!r}, not of {part!r}. Move it away.")
     return record
+
+
+def page(part: Part, record: Record) -> str:
+    """The page of one part."""
+    text = f"# {part.title}\n\nPart {part.letter} of [`make hopper`](index.md): {part.what}.\n\n"
+    text += "**A dry run on a CPU: no figure here is a measurement.**\n\n" if record.dry else ""
+    text += "; ".join(f"{name} {value}" for name, value in record.environment.items())
+    text += f". Command: {', '.join(f'`{command}`' for command in record.commands)}.\n"
+    if record.left:
+        text += f"\n**Incomplete:** not measured: {'; '.join(record.left)}.\n"
+    if record.missing:
+        text += f"\nNot there: {'; '.join(f'{name}: {reason}' for name, reason in record.missing.items())}.\n"
+    tables: list[Table] = importlib.import_module(f"benchmarks.hopper.{part.name}").derive(record)
+    for title, rows in record.tables().items():
+        failed = [f"{piece} failed: {why}" for piece, why in record.errors.items() if record.planned[piece] == title]
+        tables.append((title, rows, " ".join(failed)))
+    tables.append(("Clocks", [{"table": title, **found} for title, found in record.clocks.items()], ""))
+    return "\n".join([text, *(markdown(rows, title, note) for title, rows, note in tables if rows or note)])
+
+
+_INDEX = """\
+# On a Hopper GPU
+
+One command measures everything that needs a GPU, on a machine with one H100 or H200:
+
+```bash
+make hopper
+```
+{nothing}
+It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, checks \
+the machine before anything starts, and downloads nothing. Parts for which a package is missing are named and left out. Each \
+part runs in a process of its own and ends before nine minutes. What it has measured is kept, piece by piece, in a JSON file \
+beside its page: the same command goes on where it was stopped, or says in what the machine or its software differs. Until \
+then there is [what is counted](../counted.md) and [what arithmetic says](../../scaling.md).
+
+{parts}
+| `ARGS=` | |
+| --- | --- |
+| `--plan` | prints this table with the state of each part, and exits |
+| `--part c` | one part, by letter or name; may be repeated |
+| `--dry` | tiny sizes on a CPU; its pages go to `outputs/hopper-dry` |
+| `--failed`, `--again` | runs what failed, or everything, of the chosen parts again |
+| `--out DIR`, `--scratch DIR` | where records and pages go; where checkpoints and logs go |
+| `--records`, `--pages` | writes records alone, one file a part; writes the pages of the records that are there |
+| `--without-deep-gemm` | measures without DeepGEMM, which needs `nvcc` |
+
+GPU timings are medians of several windows after a warm-up, in turns with BF16; each page has the clocks that `nvidia-smi` \
+reported meanwhile. A target whose rows are incomplete gets no verdict.
+"""
+
+
+def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
+    """Write the pages of these parts from the records in ``folder``, and the page about all."""
+    records = {part.letter: load(folder / f"{part.name}.json", part.name) for part in PARTS}
+    rows = table(PARTS, {letter: record.state for letter, record in records.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, row in zip(PARTS, rows, strict=True):
+        record = records[part.letter]
+        if record.rows or record.errors:
+            row["part"] = f"[{row['part']}]({part.name}.md)"
+            if part in parts:
+                (folder / f"{part.name}.md").write_text(page(part, record))
+    measured = any(record.rows for record in records.values())
+    nothing = "" if measured else "\n**Not measured yet:** no figure of this project comes from a GPU.\n"
+    note = f"{ESTIMATED} A command of a part that needs several is given again."
+    (folder / "index.md").write_text(_INDEX.format(nothing=nothing, parts=markdown(rows, "Parts", note)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import MODELS, VOCABULARY
+from benchmarks.shapes import MODELS, VOCABULARY
 
 LAYERS = 36
 #: bytes in a file of a checkpoint
@@ -57,7 +57,7 @@ def checkpoint(folder: Path, config: Any, device: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     held: dict[str, torch.Tensor] = {}
     size, left = 0, shapes(config)
     for number, (name, shape) in enumerate(left.items()):
@@ -66,10 +66,9 @@ def checkpoint(folder: Path, config: Any, device: str) -> Path:
         if size > SHARD or number == len(left) - 1:
             file = f"model-{number:05}.safetensors"
             save_file(held, folder / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(held, file)
+            files |= dict.fromkeys(held, file)
             held, size = {}, 0
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    config.dtype = "bfloat16"
-    config.architectures = ["Qwen3ForCausalLM"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    config.dtype, config.architectures = "bfloat16", ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     return folder

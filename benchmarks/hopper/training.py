@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 import jetrl_patch
-from benchmarks.gpu import logprobs
-from benchmarks.hopper import shape
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio, whole
+from benchmarks.harness import Row
+from benchmarks.hopper import log_probs, shape
+from benchmarks.hopper.record import Record, Table
+from benchmarks.hopper.worker import Piece, Setup
 from jetrl_patch import Config
 
-BASELINE, COMPILED = "BF16", "BF16, compiled"
-#: name -> settings (None: the plugin is off) and whether it is compiled
-ARMS: dict[str, tuple[Config | None, bool]] = {
-    BASELINE: (None, False),
-    COMPILED: (None, True),
-    "linear": (Config(precision="fp8-unified", align="linear"), False),
-    "exact": (Config(precision="fp8-unified", align="exact"), False),
+BASELINE, COMPILED, TITLE = "BF16", "BF16, compiled", "Steps"
+#: name -> settings (None: the plugin is off)
+MODES: dict[str, Config | None] = {
+    BASELINE: None,
+    COMPILED: None,
+    "linear": Config(precision="fp8-unified", align="linear"),
+    "exact": Config(precision="fp8-unified", align="exact"),
 }
 PHASES = ("old log-probs", "forward", "backward", "optimizer")
 
@@ -43,28 +44,28 @@ class Size(NamedTuple):
     steps: int = 8
 
 
-def cells(setup: Setup) -> dict[str, Cell]:
+def pieces(setup: Setup) -> Iterator[Piece]:
     size = Size(1, 2, 16, 1) if setup.dry else Size()
-    return {
-        f"{arm}{', checkpointing' if again else ''}": Cell("Steps", whole(partial(_run, setup, size, arm, again)), 60)
-        for again in ((False,) if setup.dry else (False, True))
-        for arm in ARMS
-    }
+    for checkpointing in (False,) if setup.dry else (False, True):
+        for mode in MODES:
+            name = f"{mode}, checkpointing" if checkpointing else mode
+            yield Piece(TITLE, name, partial(_run, setup, size, mode, checkpointing), 60)
 
 
-def _run(setup: Setup, size: Size, arm: str, checkpointing: bool) -> Iterator[dict[str, Any]]:
-    settings, compiled = ARMS[arm]
+def _run(setup: Setup, size: Size, mode: str, checkpointing: bool) -> list[Row]:
+    settings = MODES[mode]
     if settings is not None:
         settings = settings.replace(backend=setup.backend)
         jetrl_patch.enable(settings)
     try:
-        yield {"mode": arm, "checkpointing": checkpointing, **_measure(setup, size, settings, compiled, checkpointing)}
+        found = _measure(setup, size, settings, mode == COMPILED, checkpointing)
+        return [{"mode": mode, "checkpointing": checkpointing, **found}]
     finally:
         jetrl_patch.disable()
-        torch._dynamo.reset()  # graphs of this arm would count against the next one's limit of recompilations
+        torch._dynamo.reset()  # graphs of this mode would count against the next one's limit of recompilations
 
 
-def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, checkpointing: bool) -> dict[str, Any]:
+def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, checkpointing: bool) -> Row:
     from transformers import AutoModelForCausalLM
 
     from jetrl_patch.adapters.transformers.prepare import prepare_model
@@ -72,13 +73,14 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
 
     torch.manual_seed(0)
     device = torch.device(setup.device)
+    cuda = device.type == "cuda"
     config = shape.config(size.layers, setup.dry)
-    flash = not setup.dry and importlib.util.find_spec("flash_attn") is not None
+    flash = cuda and importlib.util.find_spec("flash_attn") is not None
     with device:
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="flash_attention_2" if flash else "sdpa"
         )
-    name, formula = ("all rows at once", logprobs.plain) if compiled else logprobs.of_verl()
+    name, formula = ("all rows at once", log_probs.plain) if compiled else log_probs.of_verl()
     if settings is not None:
         prepare_model(model, settings.resolved(), device_type=setup.device)
         if settings.resolved().same_log_probs:
@@ -86,60 +88,58 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=not setup.dry)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=cuda)
     ids = torch.randint(config.vocab_size, (size.sequences, size.tokens), device=device)
 
-    def log_probs(ids: Tensor) -> Tensor:
+    def score(ids: Tensor) -> Tensor:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         return formula(logits, ids[:, 1:].flatten())
 
-    score = torch.compile(log_probs, backend="eager" if setup.dry else "inductor") if compiled else log_probs
+    scored = torch.compile(score, backend="inductor" if cuda else "eager") if compiled else score
 
     def step() -> dict[str, float]:
-        marks = [_now(device)]
+        marks = [time.perf_counter()]
+
+        def mark() -> None:
+            if cuda:
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
         with torch.no_grad():
-            score(ids)
-        marks.append(_now(device))
-        loss = -score(ids).float().mean()
-        marks.append(_now(device))
+            scored(ids)
+        mark()
+        loss = -scored(ids).float().mean()
+        mark()
         loss.backward()
-        marks.append(_now(device))
+        mark()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        marks.append(_now(device))
-        return {name: 1e3 * (b - a) for name, a, b in zip(PHASES, marks, marks[1:])}
+        mark()
+        return {phase: 1e3 * (b - a) for phase, a, b in zip(PHASES, marks, marks[1:])}
 
     for _ in range(size.steps):
         step()
-    if device.type == "cuda":
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
     steps = [step() for _ in range(size.steps)]
-    medians = {f"{name} ms": statistics.median(found[name] for found in steps) for name in PHASES}
     # exact mode leaves the pass for old log-probs out
     counted = PHASES[1:] if settings is not None and settings.resolved().exact else PHASES
-    whole = statistics.median(sum(found[name] for name in counted) for found in steps)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else ""
+    whole = statistics.median(sum(found[phase] for phase in counted) for found in steps)
     return {
         "tokens": ids.numel(), "blocks": config.num_hidden_layers, "attention": model.config._attn_implementation,
-        "log-probs": name, **medians,
-        "step ms": whole, "tokens/s": 1e3 * ids.numel() / whole, "peak GiB": peak,
+        "log-probs": name, **{f"{phase} ms": statistics.median(found[phase] for found in steps) for phase in PHASES},
+        "step ms": whole, "tokens/s": 1e3 * ids.numel() / whole,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else "",
     }  # fmt: skip
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def derive(cells: Cells, planned: Sequence[str]) -> list[Derived]:
+def derive(record: Record) -> list[Table]:
     """Time of both baselines over that of each mode, with the same checkpointing."""
-    rows, found = [], {(row["mode"], row["checkpointing"]): row for mine in cells.values() for row in mine}
+    table, found = [], {(row["mode"], row["checkpointing"]): row for row in record.tables().get(TITLE, [])}
     for (mode, again), row in found.items():
-        line: dict[str, Any] = {"mode": mode, "checkpointing": again}
+        line: Row = {"mode": mode, "checkpointing": again}
         for base in (BASELINE, COMPILED):
-            line[f"{base} / this"] = ratio(found.get((base, again), {}).get("step ms"), row["step ms"])
-        line["memory / BF16"] = ratio(row["peak GiB"], found.get((BASELINE, again), {}).get("peak GiB"))
-        rows.append(line)
+            line[f"{base} / this"] = found[base, again]["step ms"] / row["step ms"] if (base, again) in found else ""
+        table.append(line)
     note = "A step is all four phases; exact mode's has no pass for old log-probs, because the rollout's are the trainer's."
-    return [Derived("A step against both baselines", rows, note)] if rows else []
+    return [("A step against both baselines", table, note if table else "")]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.cost import parts
-from benchmarks.cost.__main__ import PAGE, page
-from benchmarks.cost.model import Load, one_token, rollout, step, sum_over_ranks, training_forward
+from benchmarks import cost as parts
+from benchmarks.cost import PAGE, Load, one_token, page, rollout, step, sum_over_ranks, training_forward
 
 WAYS = {way.name: way for way in parts.WAYS}
 NETS = {net.block.name: net for net in parts.NETS}

@@ -8,12 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.counted.__main__ import PAGE, page, tables
-from benchmarks.counted.counter import Counter, Launch, size
-from benchmarks.counted.hopper import DEVICE, hopper
-from benchmarks.counted.rollout import count_step
-from benchmarks.counted.training import count_linears
-from benchmarks.gpu.floors import PUBLISHED
-from benchmarks.gpu.shapes import Model
+from benchmarks.counted.counter import DEVICE, Counter, Launch, hopper, size
+from benchmarks.counted.passes import count_linears, count_step
+from benchmarks.shapes import PUBLISHED, Model
 from jetrl_patch import backends
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends.quantize import Quantized

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu.shapes import MODELS, RANKS, SMALL
+from benchmarks.shapes import MODELS, RANKS, SMALL
 from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.capability import CHECKS
 from jetrl_patch.backends.row_equality import compare_parts, compare_rows

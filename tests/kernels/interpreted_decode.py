@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import triton
 
-from benchmarks.gpu import block, launches, parts
-from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.shapes import Model
-from benchmarks.gpu.timing import Timed
+from benchmarks.hopper import kernels
+from benchmarks.hopper.device import Machine, Timed
+from benchmarks.shapes import Model
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends import quantize as reference
 from jetrl_patch.backends.quantize import Quantized
@@ -147,27 +144,29 @@ def test_the_benchmarks_run_on_this_backend():
             call(0)
         return {name: Timed(1.0, True) for name in calls}
 
-    tiny = (Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128),)
+    tiny = Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128)
     machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
-    rows_of = lambda pieces: [row for piece in pieces for row in piece.rows()]  # noqa: E731
-    assert {row["quantizer"] for row in rows_of(parts.quantizers(machine, ((16, 128),)))} == {
+    sizes = kernels.TINY._replace(models=(tiny,), chosen=tiny, train=(16,), decode=(7,))
+    found: dict[str, list] = {}
+    for _, name, _, function, *arguments in kernels.measurements(machine, sizes):
+        if name in ("quantizers", "decode", "blocks"):
+            found.setdefault(name, []).extend(function(machine, *arguments))
+    assert not [row for rows in found.values() for row in rows if row["note"]]
+    assert {row["quantizer"] for row in found["quantizers"]} == {
         "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, transposed", "both layouts",
         "SiLU * up, kept and quantized", "RMSNorm, kept and quantized", "SiLU * up, backward", "RMSNorm, backward",
         "RMSNorm, backward, and the residual's",
     }  # fmt: skip
-    ways = {"bf16", "triton", "triton, one launch", "triton, two launches"}
-    assert {row["backend"] for row in rows_of(launches.decode(machine, tiny, (7,)))} == ways
-    assert {row["backend"] for row in rows_of(block.blocks(machine, tiny, 16))} == {"bf16", "triton", "triton, fused"}
-    verdicts = {row["backend"]: row["verdict"] for row in rows_of(itertools.islice(parts.rows(machine, tiny, 70), 2))}
-    assert verdicts == {"triton": "may serve", "triton, one launch": "may serve"}
+    assert {row["way"] for row in found["decode"]} == {"bf16", "triton", "triton, one launch", "triton, two launches"}
+    assert {row["way"] for row in found["blocks"]} == {"bf16", "triton", "triton, fused"}
 
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_block_fused_is_near_one_that_is_not(strided):
     model = Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128)
     torch.manual_seed(0)
-    plain = block.Block(model, torch.device("cpu"), "triton", fused=False)
-    ours = block.Block(model, torch.device("cpu"), "triton", fused=True)
+    plain = kernels.Block(model, torch.device("cpu"), "triton", fused=False)
+    ours = kernels.Block(model, torch.device("cpu"), "triton", fused=True)
     ours.load_state_dict(plain.state_dict())
     x = torch.randn(5, 256 if strided else 128).to(torch.bfloat16)[:, :128]
     assert sqnr(ours(x).detach(), plain(x).detach()) > 30

@@ -1,23 +1,31 @@
-"""Forward and backward of one block of Hugging Face's model, as the trainer prepares it in each mode.
+"""The passes that the page counts: a block in training, its linear layers, and the linear layers of a decoding step of vLLM.
 
-The attention of BF16 and ``linear`` is FlashAttention-2, which verl asks for. Its launches are those of its source
-(``csrc/flash_attn``): the backward sums dO * O and clears an FP32 dQ, computes, converts dQ, and with fewer key heads than query
-heads it sums dK and dV over the query heads.
+Training is one block of Hugging Face's model, as the trainer prepares it in each mode. The attention of BF16 and ``linear`` is
+FlashAttention-2, which verl asks for. Its launches are those of its source (``csrc/flash_attn``): the backward sums dO * O and
+clears an FP32 dQ, computes, converts dQ, and with fewer key heads than query heads it sums dK and dV over the query heads.
+
+Decoding is the code of ``adapters/vllm``: its norms, activations and linear methods. vLLM's own norm and activation, which
+``linear`` launched before, read and write what their kernels do (``csrc/layernorm_kernels.cu``, ``csrc/activation_kernels.cu``).
+Its attention, with its rotary embedding and its cache, is left out: the producers do not touch it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.counted.counter import Counter, Launch, record
-from benchmarks.counted.hopper import DEVICE, hopper
-from benchmarks.gpu.shapes import Model
+from benchmarks.counted.counter import DEVICE, Counter, Launch, hopper, record, size
+from benchmarks.shapes import Linear, Model
+from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.config import Config
+from jetrl_patch.kernels.formats import FP8, groups
 
 #: tokens of a micro-batch, in sequences of the same length
 TOKENS, LENGTH = 16384, 2048
@@ -25,6 +33,10 @@ TOKENS, LENGTH = 16384, 2048
 TYPES = {"Qwen2.5-7B": "qwen2", "Qwen3-8B": "qwen3", "Llama-3.1-8B": "llama"}
 MODES = ("bf16", "linear", "exact")
 FLASH = "counted_flash"
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
 class _Flash(torch.autograd.Function):
@@ -72,8 +84,6 @@ def block(model: Model, mode: str, best: str = "deep_gemm", rounds: bool = True)
 
     from jetrl_patch.adapters.transformers.attention import NAME, exact_attention
     from jetrl_patch.adapters.transformers.prepare import prepare_model
-    from jetrl_patch.config import Config
-
     config = AutoConfig.for_model(
         TYPES[model.name], hidden_size=model.hidden, intermediate_size=model.intermediate, num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads, head_dim=model.head_dim, num_hidden_layers=1, vocab_size=512,
@@ -88,11 +98,12 @@ def block(model: Model, mode: str, best: str = "deep_gemm", rounds: bool = True)
         yield whole.model.layers[0]
 
 
-class Passes:
+class Passes(NamedTuple):
     """The launches of a forward and of a backward pass, and in addition those that quantize the weights, once a step."""
 
-    def __init__(self, forward: Sequence[Launch], backward: Sequence[Launch], weights: Sequence[Launch]) -> None:
-        self.forward, self.backward, self.weights = tuple(forward), tuple(backward), tuple(weights)
+    forward: list[Launch]
+    backward: list[Launch]
+    weights: list[Launch]
 
 
 def _twice(module: nn.Module, call: Any, inputs: Sequence[Tensor], amount: float) -> Passes:
@@ -124,19 +135,15 @@ def _rest(more: Sequence[Launch], fewer: Sequence[Launch]) -> list[Launch]:
     return left
 
 
-def _tensor(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-
-
 def count_block(model: Model, mode: str, best: str = "deep_gemm", tokens: int = TOKENS) -> Passes:
     """One micro-batch of a block."""
     from jetrl_patch.exact import attention as packed
 
     with block(model, mode, best) as layer:
-        x = _tensor(1, tokens, model.hidden)
-        positions = torch.empty(1, tokens, dtype=torch.int64, device=DEVICE)
+        x = _empty(1, tokens, model.hidden).requires_grad_()
+        positions = _empty(1, tokens, dtype=torch.int64)
         packed.mark(positions, tokens // LENGTH)
-        tables = tuple(torch.empty(1, tokens, model.head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        tables = tuple(_empty(1, tokens, model.head_dim) for _ in range(2))
         call = lambda: [layer(x, position_ids=positions, position_embeddings=tables)]  # noqa: E731
         return _twice(layer, call, [x], pairs(tokens, LENGTH, model.heads * model.head_dim))
 
@@ -147,7 +154,7 @@ def count_linears(
     """The linear layers of a block alone, each fed and asked by a tensor in BF16."""
     with block(model, mode, best, rounds) as layer:
         wide = model.heads * model.head_dim
-        a, b, c, d = (_tensor(tokens, width) for width in (model.hidden, wide, model.hidden, model.intermediate))
+        a, b, c, d = (_empty(tokens, width).requires_grad_() for width in (model.hidden, wide, model.hidden, model.intermediate))
         attention, mlp = layer.self_attn, layer.mlp
         pairs_of = [
             (attention.q_proj, a), (attention.k_proj, a), (attention.v_proj, a), (attention.o_proj, b),
@@ -155,3 +162,86 @@ def count_linears(
         ]  # fmt: skip
         linears = nn.ModuleList(linear for linear, _ in pairs_of)
         return _twice(linears, lambda: [linear(x) for linear, x in pairs_of], [a, b, c, d], 0.0)
+
+
+# ---- A decoding step of the rollout ---------------------------------------------------------------------------------
+
+ROWS = 64
+#: models whose q, k and v have a bias
+BIASED = ("Qwen2.5-7B",)
+
+
+def count_decode(model: Model, fp8: bool, best: str = "deep_gemm", rows: int = ROWS) -> list[Launch]:
+    """The linear layers alone, fused as vLLM fuses them, with the quantization of X. Both modes have the same FP8 linears."""
+    with hopper(best), torch.no_grad(), Counter() as counted:
+        for _, N, K in model.linears:
+            x = _empty(rows, K)
+            if not fp8:
+                torch.nn.functional.linear(x, _empty(N, K))
+                continue
+            s_blocks = _empty(groups(N), groups(K), dtype=torch.float32)
+            get_backend(best).fprop(x, Quantized(_empty(N, K, dtype=FP8), s_blocks, "blocks", "pow2"))
+    return counted.launches
+
+
+def _layer(linear: Linear, config: Config) -> Any:
+    """One of vLLM's linear layers, as its method knows it."""
+    from jetrl_patch.adapters.vllm.formats import BLOCKS
+    from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+
+    G = groups(linear.K)
+    rows, blocks = (_empty(height, G, dtype=torch.float32) for height in (linear.N, groups(linear.N)))
+    method = QuantizedLinearMethod(config, linear.name, packed={}, cut=[])
+    weight = _empty(linear.N, linear.K, dtype=FP8)
+    return SimpleNamespace(weight=weight, weight_scale_inv=rows, quant_method=method, **{BLOCKS: blocks})
+
+
+def _vllm_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    record("fused_add_rms_norm", (x, residual, weight, x, residual))  # writes both in place
+    return x, residual
+
+
+def _vllm_silu(both: Tensor) -> Tensor:
+    y = _empty(both.shape[0], both.shape[1] // 2)
+    record("silu_and_mul", (both, y))
+    return y
+
+
+def count_step(model: Model, mode: str, fused: bool, best: str = "deep_gemm") -> tuple[list[Launch], int]:
+    """The launches, and the bytes of weights and their scales among what they read."""
+    from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, ExactSiluAndMul, FusedNorm, FusedSiluAndMul
+
+    config = Config(precision="fp8-unified", align=mode).resolved()
+    with hopper(best), torch.no_grad(), Counter() as counted:
+        qkv, o, gate_up, down = (_layer(linear, config) for linear in model.linears)
+
+        def module(kind: type, layer: Any, **own: Any) -> Any:
+            made = kind() if fused else SimpleNamespace()
+            made.__dict__.update(jetrl_reader=layer, jetrl_backend=get_backend(best), **own)
+            return made
+
+        def norm(x: Tensor, residual: Tensor, layer: Any) -> Any:
+            weight = _empty(model.hidden)
+            if not fused and mode == "linear":
+                return _vllm_norm(x, residual, weight)
+            given = {"weight": weight, "variance_epsilon": 1e-6, "variance_size_override": None, "has_weight": True}
+            own = module(FusedNorm, layer, **given)
+            return own.forward(x, residual) if fused else ExactRMSNorm.forward(own, x, residual)
+
+        def silu(both: Tensor) -> Any:
+            if not fused and mode == "linear":
+                return _vllm_silu(both)
+            own = module(FusedSiluAndMul, down)
+            return own.forward(both) if fused else ExactSiluAndMul.forward(own, both)
+
+        def times(layer: Any, x: Any, bias: Tensor | None = None) -> Tensor:
+            product: Tensor = layer.quant_method.apply(layer, x, bias)
+            return product
+
+        x, residual = norm(_empty(ROWS, model.hidden), _empty(ROWS, model.hidden), qkv)
+        times(qkv, x, _empty(qkv.weight.shape[0]) if model.name in BIASED else None)
+        x = times(o, _empty(ROWS, model.heads * model.head_dim))
+        x, residual = norm(x, residual, gate_up)
+        times(down, silu(times(gate_up, x)))
+    held = sum(size(layer.weight) + size(layer.weight_scale_blocks) for layer in (qkv, o, gate_up, down))
+    return counted.launches, held

@@ -1,4 +1,4 @@
-"""The linear layers of the benchmarked models, as a rollout engine holds them: q, k, v fused, and gate, up fused."""
+"""The models that are measured and counted, as a rollout engine holds them (q, k, v fused; gate, up fused), and a GPU's peaks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Model(NamedTuple):
         )
 
     def layouts(self, ranks: int) -> Iterator[tuple[Linear, Layout]]:
-        """The same GEMMs on the last of tensor-parallel ``ranks``, where they differ from the trainer's; none for a cut block."""
+        """The GEMMs on the last of tensor-parallel ``ranks`` that differ from the trainer's; none where a block would be cut."""
         heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if self.heads % ranks or self.kv_heads % ranks or heads % (ranks * BLOCK) or self.intermediate % (ranks * BLOCK):
             return
@@ -67,3 +67,26 @@ TRAIN = (2048, 16384)
 RANKS = (1, 2, 4, 8)
 #: tokens of Qwen3's vocabulary
 VOCABULARY = 151_936
+
+
+class Peaks(NamedTuple):
+    """Arithmetic in TFLOP/s for BF16 and FP8 GEMMs, and memory bandwidth in GB/s, reads plus writes."""
+
+    bf16: float
+    fp8: float
+    fp8_wgrad: float
+    bandwidth: float
+
+
+#: an H200: BF16 as measured elsewhere with cuBLAS, published FP8 kernels on Hopper, copies as measured elsewhere
+PUBLISHED = Peaks(bf16=790.0, fp8=1250.0, fp8_wgrad=1000.0, bandwidth=4300.0)
+
+
+def gemm_seconds(M: int, N: int, K: int, fp8: bool, peak: float, bandwidth: float) -> float:
+    """The lower bound for one product with BF16 output: max(2 M N K / peak, bytes / bandwidth), in TFLOP/s and GB/s."""
+    return max(2 * M * N * K / (peak * 1e12), gemm_bytes(M, N, K, fp8) / (bandwidth * 1e9))
+
+
+def gemm_bytes(M: int, N: int, K: int, fp8: bool) -> int:
+    """Bytes that a product must move: FP8 MK + NK + 2MN, BF16 2 (MK + NK + MN)."""
+    return M * K + N * K + 2 * M * N if fp8 else 2 * (M * K + N * K + M * N)

@@ -1,0 +1,404 @@
+"""What a step of RL costs on Hopper GPUs, from arithmetic: ``python -m benchmarks.cost`` prints or writes ``docs/scaling.md``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.harness import Row, asked_to_write, markdown, show
+from benchmarks.shapes import PUBLISHED, RANKS, Model, Peaks, gemm_seconds
+from jetrl_patch.kernels.formats import BLOCK
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
+
+
+# ---- What the estimate stands on: a measurement replaces its part ---------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """One GPU.
+
+    Attributes:
+        peaks: what its GEMMs and copies reach.
+        memory: bytes.
+        link: bytes per second and direction to its neighbours.
+    """
+
+    name: str
+    peaks: Peaks
+    memory: float
+    link: float
+
+
+#: an H100 has an H200's arithmetic, and 3.35 of its 4.8 TB/s
+H100 = Gpu("H100", PUBLISHED._replace(bandwidth=PUBLISHED.bandwidth * 3.35 / 4.8), 80e9, 450e9)
+
+
+class Net(NamedTuple):
+    """A whole model.
+
+    Attributes:
+        nodes: of eight GPUs each.
+        experts, active: experts in a block, and of a token; 1 and 1 in a dense model.
+    """
+
+    block: Model
+    layers: int
+    vocabulary: int
+    nodes: int = 1
+    experts: int = 1
+    active: int = 1
+
+    @property
+    def matrices(self) -> float:
+        """Parameters of all quantized linear layers."""
+        attention, mlp = self.weights()
+        return self.layers * (attention + self.experts * mlp)
+
+    def sizes(self, fp8: bool) -> Iterator[int]:
+        """Tensor parallelisms of its rollout: heads are whole, and in FP8 no block of a weight is cut."""
+        block = BLOCK if fp8 else 1
+        for size in RANKS:
+            if self.block.kv_heads % size == 0 == self.block.intermediate % (size * block):
+                yield size
+
+    def weights(self) -> tuple[float, float]:
+        """Parameters of a block's attention, and of its MLP or one of its experts."""
+        sizes = {linear.name: float(linear.N * linear.K) for linear in self.block.linears}
+        return sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
+
+
+NETS = (
+    Net(Model("Qwen3-8B", 4096, 12288, 32, 8), 36, 151936),
+    Net(Model("Qwen3-32B", 5120, 25600, 64, 8), 64, 151936, nodes=4),
+    Net(Model("Llama-3.1-70B", 8192, 28672, 64, 8), 80, 128256, nodes=8),
+    Net(Model("Qwen3-30B-A3B", 2048, 768, 32, 4), 48, 151936, nodes=2, experts=128, active=8),
+)
+
+
+class Way(NamedTuple):
+    """How a mode computes.
+
+    Attributes:
+        trains, samples: in FP8.
+        passes: forward passes over the samples before the update, for old log-probs.
+        attention, decoding: of BF16's speed, in the trainer and in the rollout. Estimated; in decoding,
+            of contexts that enough programs share.
+        gathers: FP32 sums over the rollout's ranks, which vLLM otherwise adds in BF16.
+    """
+
+    name: str
+    trains: bool
+    samples: bool
+    passes: int
+    attention: float = 1.0
+    decoding: float = 1.0
+    gathers: bool = False
+
+
+WAYS = (
+    Way("bf16", False, False, 1),
+    Way("fp8-rollout", False, True, 1),
+    Way("linear", True, True, 1),
+    Way("exact", True, True, 0, attention=0.5, decoding=0.85, gathers=True),
+    Way("exact, with the pass", True, True, 1, attention=0.5, decoding=0.85, gathers=True),
+)
+
+#: FlashAttention-3's share of the BF16 peak of GEMMs
+ATTENTION = 0.75
+#: of the speed that bytes allow, what the linears of decoding reach in FP8 with the quantization of their inputs
+DECODED = 0.85
+#: quantization in a training step, bytes per element: an activation is read and written for FProp (2 + 1) and, saved, for WGrad
+#: (1 + 1); a gradient is read once and written in two layouts (2 + 2)
+QUANTIZED = (5, 4)
+#: bytes per token and layer that norms, rotary embedding, activation and residuals move forward: per hidden, per inner element
+ELEMENTWISE = (75, 12)
+#: seconds of a sum over ranks besides its bytes
+LATENCY = 10e-6
+#: share of a GPU's memory for weights and KV cache of the rollout
+ROOM = 0.85
+
+
+# ---- The time of a step: rollout, old log-probs, update -------------------------------------------------------------
+
+#: tokens between two looks at who has ended
+STRIDE = 64
+
+
+class Step(NamedTuple):
+    """Seconds of a step's phases, and the tensor parallelism of its rollout."""
+
+    rollout: float
+    old_log_probs: float
+    update: float
+    tp: int
+
+    @property
+    def whole(self) -> float:
+        return self.rollout + self.old_log_probs + self.update
+
+
+class Load(NamedTuple):
+    """What a step works on: samples, prompt tokens of each, and the longest response."""
+
+    samples: int
+    prompt: int
+    longest: int
+
+    def responses(self) -> np.ndarray:
+        """Lengths: quantiles of an exponential distribution with a quarter of the longest as mean, cut off at the longest."""
+        at = (np.arange(self.samples) + 0.5) / self.samples
+        lengths = np.minimum(-np.log1p(-at) * self.longest / 4, self.longest)
+        return np.random.default_rng(0).permutation(np.maximum(lengths, 1).astype(int))
+
+
+def step(net: Net, way: Way, load: Load, gpu: Gpu) -> Step:
+    """The phases of one step on ``8 * net.nodes`` GPUs, one after the other, each mode with its best tensor parallelism.
+
+    Raises:
+        ValueError: the model leaves no room for a KV cache with any.
+    """
+    gpus = 8 * net.nodes
+    lengths = load.responses() + load.prompt
+    forward = training_forward(net, way, lengths, gpu) / gpus
+    backward = training_backward(net, way, lengths, gpu) / gpus
+    seconds, tp = min((rollout(net, way, load, gpu, tp), tp) for tp in net.sizes(way.samples))
+    if seconds == float("inf"):
+        raise ValueError(f"{net.block.name} leaves no room for a KV cache")
+    return Step(seconds, way.passes * forward, 2 * forward + backward, tp)  # the update's forward runs twice: checkpointing
+
+
+@functools.cache
+def rollout(net: Net, way: Way, load: Load, gpu: Gpu, tp: int) -> float:
+    """Seconds of the slowest replica; infinite if the weights leave no room."""
+    replicas = 8 * net.nodes // tp
+    return max(decoding(net, way, load.responses()[i::replicas], load.prompt, gpu, tp) for i in range(min(replicas, 2)))
+
+
+def training_forward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
+    """GPU seconds of a forward pass over all sequences."""
+    tokens, peaks = float(lengths.sum()), gpu.peaks
+    peak = (peaks.fp8 if way.trains else peaks.bf16) * 1e12
+    found = 2 * tokens * _active(net) / peak
+    if way.trains:
+        found += tokens * _inputs(net) * QUANTIZED[0] / (peaks.bandwidth * 1e9)
+    return found + _rest(net, way, lengths, gpu)
+
+
+def training_backward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
+    """GPU seconds of DGrad, WGrad and the backward of everything else."""
+    tokens, peaks = float(lengths.sum()), gpu.peaks
+    dgrad, wgrad = (peaks.fp8, peaks.fp8_wgrad) if way.trains else (peaks.bf16, peaks.bf16)
+    found = 2 * tokens * _active(net) * (1 / dgrad + 1 / wgrad) / 1e12
+    if way.trains:
+        found += tokens * _outputs(net) * QUANTIZED[1] / (peaks.bandwidth * 1e9)
+    return found + 2.25 * _rest(net, way, lengths, gpu)
+
+
+def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, tp: int) -> float:
+    """Seconds in which one replica of the rollout answers its prompts, as many at a time as its KV cache holds.
+
+    Infinite if it does not hold one of the longest.
+    """
+    size = net.matrices * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
+    per_token = 4.0 * net.layers * net.block.kv_heads * net.block.head_dim
+    room = (gpu.memory * ROOM * tp - size) / per_token
+    if room < prompt + responses.max() + STRIDE:
+        return float("inf")
+    waiting, running, seconds = list(responses[::-1]), np.zeros((0, 2)), 0.0  # done, wanted
+    while len(waiting) or len(running):
+        held = running[:, 0].sum() + len(running) * (prompt + STRIDE)
+        while waiting and held + prompt + STRIDE <= room:
+            running = np.vstack([running, [0, waiting.pop()]])
+            held += prompt + STRIDE
+        seconds += STRIDE * one_token(net, way, len(running), held, gpu, tp)
+        running[:, 0] += STRIDE
+        running = running[running[:, 0] < running[:, 1]]
+    return seconds
+
+
+def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) -> float:
+    """Seconds of one decoding step of ``rows`` sequences that hold ``context`` tokens together."""
+    peaks = gpu.peaks
+    peak = peaks.fp8 if way.samples else peaks.bf16
+    linears = 0.0
+    for linear in net.block.linears:
+        dense = linear.name in ("qkv", "o") or net.experts == 1
+        if dense:
+            linears += gemm_seconds(rows, linear.N // tp, linear.K, way.samples, peak, peaks.bandwidth)
+        else:
+            used = net.experts * (1 - (1 - net.active / net.experts) ** rows)
+            size = used * linear.N * linear.K * (1 if way.samples else 2) / tp
+            work = 2 * rows * net.active * linear.N * linear.K / tp
+            linears += max(size / (peaks.bandwidth * 1e9), work / (peak * 1e12))
+    if way.samples:
+        linears /= DECODED
+    cache = context * 4 * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / way.decoding
+    shared = 2 * sum_over_ranks(rows * net.block.hidden, way.gathers, gpu, tp)
+    head = gemm_seconds(rows, net.vocabulary // tp, net.block.hidden, False, peaks.bf16, peaks.bandwidth)
+    return net.layers * (linears + cache + shared) + head
+
+
+def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
+    """Seconds of the sum behind a row-parallel linear.
+
+    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes; exact mode gathers the FP32 sums of all other
+    ranks, and reads them again to add them in rank order. (Added in one shot, they are read from the peers: as many bytes.)
+    """
+    if tp == 1:
+        return 0.0
+    size = 4 * elements * (tp - 1) / tp
+    if not gathers:
+        return LATENCY + size / gpu.link
+    return LATENCY + gathered(tp) * size / gpu.link + 4 * elements * tp / (gpu.peaks.bandwidth * 1e9)
+
+
+def gathered(tp: int) -> float:
+    """Bytes that a rank receives in a gather of FP32 sums, over those of a BF16 all-reduce."""
+    return float(tp)
+
+
+def _active(net: Net) -> float:
+    attention, mlp = net.weights()
+    return net.layers * (attention + net.active * mlp)
+
+
+def _inputs(net: Net) -> float:
+    return net.layers * sum(linear.K * _copies(net, linear.name) for linear in net.block.linears)
+
+
+def _outputs(net: Net) -> float:
+    return net.layers * sum(linear.N * _copies(net, linear.name) for linear in net.block.linears)
+
+
+def _copies(net: Net, name: str) -> int:
+    return 1 if name in ("qkv", "o") else net.active
+
+
+def _rest(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
+    """Attention, ``lm_head`` and what moves bytes alone, in a forward pass: GPU seconds."""
+    squares, tokens = float((lengths.astype(float) ** 2).sum()), float(lengths.sum())
+    products = 2 * squares * net.block.heads * net.block.head_dim * net.layers  # causal: half of 4 c^2 d
+    moved = net.layers * (ELEMENTWISE[0] * net.block.hidden + ELEMENTWISE[1] * net.active * net.block.intermediate)
+    attention = products / (ATTENTION * way.attention * gpu.peaks.bf16 * 1e12)
+    head = 2 * tokens * net.vocabulary * net.block.hidden / (gpu.peaks.bf16 * 1e12)
+    return attention + head + tokens * moved / (gpu.peaks.bandwidth * 1e9)
+
+
+def table(nets: tuple[Net, ...], ways: tuple[Way, ...], loads: tuple[Load, ...], gpu: Gpu) -> Iterator[Row]:
+    """One row per model and length: the BF16 step in seconds, its shares, and how much faster each other mode is."""
+    for net in nets:
+        for load in loads:
+            steps = {way.name: step(net, way, load, gpu) for way in ways}
+            base = steps[ways[0].name]
+            row: Row = {"model": net.block.name, "GPUs": 8 * net.nodes, "longest": load.longest}
+            row |= {"BF16 step, s": f"{base.whole:.0f} ({base.tp})", "rollout": f"{base.rollout / base.whole:.0%}"}
+            row |= {"old log-probs": f"{base.old_log_probs / base.whole:.0%}"}
+            row |= {way.name: f"{base.whole / steps[way.name].whole:.2f} ({steps[way.name].tp})" for way in ways[1:]}
+            yield row
+
+
+# ---- The page -------------------------------------------------------------------------------------------------------
+
+LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (8192, 16384, 32768))
+
+_PAGE = """\
+# Speed: where FP8 pays
+
+**Estimated, not measured:** no figure on this page comes from a GPU run. `python -m benchmarks.cost --write` computes them
+from the [parts](#parts) below. The formulas are in `benchmarks/cost.py`; a measured part replaces its row there.
+
+What it says:
+
+- **`linear` pays in dense models**, most in large ones and with short responses.
+- **`exact` pays with short responses**, where it also skips a pass. At 32k tokens it loses: attention dominates, and its
+  kernel is assumed to be slower than FlashAttention-3.
+- **Mixtures gain little.** Blocks of 128 allow 2 ranks where BF16 has 4, which costs as much as FP8 gains.
+- **In exact mode use few tensor-parallel ranks.** Ranks gather FP32 sums, {gathered:.0f} times the bytes of BF16's all-reduce
+  with 8 of them.
+
+A synchronous GRPO step on H100s, {samples} samples of {prompt} prompt tokens. Response lengths are exponential with a quarter
+of the longest as mean. The last four columns say how many times faster than BF16 the whole step is. Each mode has the tensor
+parallelism of the rollout that is fastest for it, in brackets.
+
+{steps}
+
+- *exact* skips the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
+- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k). Compare with the ranks
+  that you run.
+- The shares of rollout and old log-probs are those of BF16's step, whose update runs the forward twice (checkpointing).
+- Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), and
+  waits between phases. A part that is the same in all modes makes every ratio smaller.
+
+Measured on CPUs: [every kernel](benchmarks/cpu.md), [whole steps](exactness.md#what-it-saves), [syncs](sync.md#measured).
+Counted without a GPU: [launches and bytes](benchmarks/counted.md). To be measured: [on a Hopper
+GPU](benchmarks/hopper/index.md).
+
+## Against what Jet-RL published
+
+{known}
+
+## Parts
+
+{parts}
+"""
+
+
+def page() -> str:
+    """The text of ``docs/scaling.md``."""
+    load = LOADS[0]
+    bf16, fp8 = (rollout(NETS[0], way, load, H100, 1) for way in (WAYS[0], WAYS[2]))
+    tables = {"steps": table(NETS, WAYS, LOADS, H100), "known": _known(), "parts": _parts()}
+    return _PAGE.format(
+        samples=load.samples, prompt=load.prompt, alone=bf16 / fp8, gathered=gathered(8),
+        **{name: markdown(list(rows)).rstrip() for name, rows in tables.items()},
+    )  # fmt: skip
+
+
+def _known() -> list[Row]:
+    figures = (
+        ("whole step, 8B, 8k, `linear`", _ratio(0, "whole"), "1.16"),
+        ("training, 8B, 8k, `linear`", _ratio(0, "update"), "up to 1.41"),
+        ("rollout, 32B, 8k", _ratio(1, "rollout"), "up to 1.33"),
+    )
+    paper = "[paper](https://arxiv.org/abs/2601.14243)"
+    return [{"what": what, "here": f"{here:.2f}", paper: theirs} for what, here, theirs in figures]
+
+
+def _parts() -> list[Row]:
+    gpu, peaks = H100, H100.peaks
+    exact = next(way for way in WAYS if way.name == "exact")
+    hidden, inner = ELEMENTWISE
+    rows = (
+        ("BF16 products, TFLOP/s", f"{peaks.bf16:.0f}", "cuBLAS on an H200, measured by others"),
+        ("FP8 products: FProp and DGrad, WGrad", f"{peaks.fp8:.0f}, {peaks.fp8_wgrad:.0f}", "published kernels on Hopper"),
+        ("memory, GB/s", f"{peaks.bandwidth:.0f}", "copies on an H200, measured by others, times 3.35 / 4.8"),
+        ("memory for weights and KV cache", f"{ROOM:.0%} of {gpu.memory / 1e9:.0f} GB", "assumed"),
+        ("attention in training, share of the BF16 peak", ATTENTION, "estimated, for FlashAttention-3"),
+        ("exact attention against it: training, decoding", f"{exact.attention}, {exact.decoding}", "estimated"),
+        ("FP8 decoding, share of what bytes allow", DECODED, "estimated"),
+        ("quantization, bytes per element: input, gradient", ", ".join(map(str, QUANTIZED)), "counted"),
+        ("norms and activations, bytes per token and layer", f"{hidden} × hidden + {inner} × inner", "estimated"),
+        ("a sum over ranks, fixed cost in µs", f"{LATENCY * 1e6:.0f}", "estimated"),
+    )
+    return [{"part": what, "value": value, "source": source} for what, value, source in rows]
+
+
+def _ratio(net: int, phase: str) -> float:
+    """BF16's time over that of ``linear`` at the shortest load."""
+    times = [getattr(step(NETS[net], way, LOADS[0], H100), phase) for way in (WAYS[0], WAYS[2])]
+    return float(times[0] / times[1])
+
+
+def main() -> None:
+    if asked_to_write(__doc__, PAGE):
+        PAGE.write_text(page())
+    show("How many times faster than BF16 (estimated)", table(NETS, WAYS, LOADS, H100))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What all benchmarks share: interleaved timing, tables for the screen and for pages, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def best_of(functions: Mapping[str, Callable[[], object]], seconds: float = 0.3, rounds: int = 7) -> dict[str, float]:
+    """Seconds per call: the best of ``rounds`` rounds, in each of which every function runs for about ``seconds / rounds``.
+
+    Candidate and baseline take turns, so that a busy machine slows both. This is process time (all threads), so other programs
+    on the machine do not count.
+    """
+    repeats = {}
+    for name, function in functions.items():
+        function()
+        start = time.process_time()
+        function()
+        repeats[name] = max(1, int(seconds / rounds / max(time.process_time() - start, 1e-6)))
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.process_time()
+            for _ in range(repeats[name]):
+                function()
+            best[name] = min(best[name], (time.process_time() - start) / repeats[name])
+    return best
+
+
+def shown(value: object) -> str:
+    """Format a number with three significant digits; a dash if it could not be measured."""
+    if isinstance(value, float):
+        return "–" if value != value else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value).replace("|", "/")
+
+
+def markdown(rows: Sequence[Row], title: str = "", note: str = "") -> str:
+    """One table as Markdown under its title and note, either of which may be missing, as rows and columns may."""
+    lines = [line for text in (f"## {title}" if title else "", note.replace("|", "/")) if text for line in (text, "")]
+    if rows:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        lines += ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+        lines += ["| " + " | ".join(shown(row.get(name, "")) for name in names) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def show(title: str, rows: Iterable[Row]) -> list[Row]:
+    """Print one table, and return its rows."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found, table = list(rows), Table(title=title)
+    for name, value in found[0].items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for row in found:
+        table.add_row(*map(shown, row.values()))
+    Console().print(table)
+    return found
+
+
+def fill(page: Path, mark: str, text: str) -> None:
+    """Write ``text`` into a page, between ``<!-- mark -->`` and ``<!-- /mark -->``."""
+    first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, _, rest = page.read_text().partition(first)
+    page.write_text(f"{before}{first}\n{text}\n{last}{rest.partition(last)[2]}")
+
+
+def asked_to_write(about: str | None, page: Path) -> bool:
+    """Whether the command line says ``--write``, which is its only option."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--write", action="store_true", help=f"write {page}")
+    return bool(parser.parse_args().write)
+
+
+def main(*benchmarks: Callable[..., Iterable[Row]]) -> None:
+    """Run one of these functions, chosen by its name, and print its rows as Markdown. Its parameters are options."""
+    caller = inspect.getmodule(benchmarks[0])
+    parser = argparse.ArgumentParser(description=caller.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART") if len(benchmarks) > 1 else None
+    for function in benchmarks:
+        about = inspect.getdoc(function) or ""
+        place = parts.add_parser(function.__name__, help=about.partition("\n")[0]) if parts else parser
+        place.set_defaults(run=function)
+        for option in inspect.signature(function).parameters.values():
+            name = "--" + option.name.replace("_", "-")
+            place.add_argument(name, type=type(option.default), default=option.default, help="by default %(default)s")
+    args = vars(parser.parse_args())
+    args.pop("part", None)
+    function = args.pop("run")
+    print(markdown(list(function(**args)), function.__name__))
