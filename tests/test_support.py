@@ -16,8 +16,7 @@ from jetrl_patch import _versions
 from jetrl_patch.errors import VersionError
 from jetrl_patch.native import machine
 from jetrl_patch.patching import guards
-
-from .anchors.refresh import VERSIONS
+from scripts.anchors.refresh import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ("2.11.0", "2.12.0", "2.13.0")

@@ -18,19 +18,19 @@ from packaging.version import Version
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.adapters.vllm.compat import SEQUENCE_PARALLEL
 from jetrl_patch.patching.guards import installed_version
+from scripts.anchors.patches import FRAMEWORKS
+from scripts.anchors.refresh import RECORDS, SWITCHES, VERSIONS
+from scripts.anchors.source import OUTSIDE, Sources
+from scripts.anchors.touched import differences, touched
 
 from . import fit
-from .patches import FRAMEWORKS
-from .refresh import HERE, SWITCHES, VERSIONS
-from .source import OUTSIDE, Sources
-from .touched import differences, touched
 
 NEXT = ("vllm", "0.33.0")  # read, but not supported: it needs a newer torch
 
 
 @cache
 def record(framework: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((HERE / f"{framework}.json").read_text())
+    found: dict[str, Any] = json.loads((RECORDS / f"{framework}.json").read_text())
     return found
 
 

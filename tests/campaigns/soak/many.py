@@ -1,4 +1,4 @@
-"""The sync under load: ``python -m tests.soak.many [--syncs N] [--engines N] [--ranks N]``.
+"""The sync under load: ``python -m tests.campaigns.soak.many [--syncs N] [--engines N] [--ranks N]``.
 
 Eight training ranks sync to sixteen real vLLM engines on one machine, over OpenRLHF's colocated transport, two thousand times.
 That takes 14 GB; fewer engines take less.
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.soak.__main__ import ENVIRON, OUT
-from tests.soak.figures import growths, picture, rows
-from tests.soak.watch import Watch
+from tests.campaigns.soak.__main__ import ENVIRON, OUT
+from tests.campaigns.soak.figures import growths, picture, rows
+from tests.campaigns.soak.watch import Watch
 
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
 #: glibc returns what is freed at once. By itself it keeps some, up to 40 MiB in each rank and more at one time than at another
@@ -37,14 +37,14 @@ class Rank:
         import torch.distributed as dist
 
         import jetrl_patch
-        from tests.faults.roads import Trainer
+        from tests.campaigns.faults.roads import Trainer
 
         jetrl_patch.enable()
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         self.trainer = Trainer(model, jetrl_patch.status().config)
 
     def reach(self, engines: list[Any]) -> None:
-        from tests.faults.roads import OpenrlhfIpc
+        from tests.campaigns.faults.roads import OpenrlhfIpc
 
         self.road = OpenrlhfIpc(engines[0], self.trainer)
         self.road.actor.vllm_engines = engines
@@ -65,7 +65,7 @@ def run(syncs: int, number_of_engines: int, number_of_ranks: int, folder: Path, 
     import ray
 
     from tests import models
-    from tests.faults.rollout import start
+    from tests.campaigns.faults.rollout import start
 
     model = models.variant(folder / "model", "qwen3", 0)
     engines = [start("openrlhf", str(model), SETTINGS) for _ in range(number_of_engines)]
@@ -89,7 +89,7 @@ def run(syncs: int, number_of_engines: int, number_of_ranks: int, folder: Path, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.many")
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.soak.many")
     parser.add_argument("--syncs", type=int, default=2000)
     parser.add_argument("--engines", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=8)

@@ -1,4 +1,4 @@
-"""Run the campaign: ``make faults``, or ``python -m tests.faults [runs] [verl|openrlhf] [PART OF A CELL'S NAME]``.
+"""Run the campaign: ``make faults``, or ``python -m tests.campaigns.faults [runs] [verl|openrlhf] [PART OF A CELL'S NAME]``.
 
 With ``runs``, faults strike whole runs of a framework, otherwise weight syncs. What has been judged is kept in
 build/faults.json: a later call goes on there. Remove the file to begin anew. Exit status 1 if a cell is red.
@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.cells import TIMEOUT, Cell, cells
-from tests.faults.judge import QUESTIONS, Stage, Verdict
-from tests.faults.runs import RunCell, Setting, judge, run_cells
+from tests.campaigns.faults.cells import TIMEOUT, Cell, cells
+from tests.campaigns.faults.judge import QUESTIONS, Stage, Verdict
+from tests.campaigns.faults.runs import RunCell, Setting, judge, run_cells
 
-DONE = Path(__file__).parents[2] / "build" / "faults.json"
+DONE = Path(__file__).parents[3] / "build" / "faults.json"
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "JETRL_SYNC_TIMEOUT": str(TIMEOUT)}
 
 

@@ -1,4 +1,4 @@
-"""Run the soak: ``make soak``, or ``python -m tests.soak [verl|openrlhf] [--steps N]``.
+"""Run the soak: ``make soak``, or ``python -m tests.campaigns.soak [verl|openrlhf] [--steps N]``.
 
 A run of a thousand steps with a weight sync each, watched from outside; then the last three tenths again, killed after three
 random steps and resumed each time: these are new processes, with whose seconds those of the old ones are compared. What is
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from tests.faults.runs import wait_until_gone
+from tests.campaigns.faults.runs import wait_until_gone
+from tests.campaigns.soak.figures import growths, picture, rows
+from tests.campaigns.soak.watch import Watch
 from tests.seeded_runs import SeededRuns
-from tests.soak.figures import growths, picture, rows
-from tests.soak.watch import Watch
 
-OUT = Path(__file__).parents[2] / "build" / "soak"
+OUT = Path(__file__).parents[3] / "build" / "soak"
 #: what a step's line looks like in the framework's log
 STEP = {"verl": r"training/global_step:(\d+)", "openrlhf": r"Global step (\d+): \{"}
 #: slow enough that samples go on changing for a thousand steps

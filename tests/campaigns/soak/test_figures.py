@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.soak.figures import elapsed, growths, picture, processor, rows
-from tests.soak.slopes import LIMITS, growth
-from tests.soak.watch import Sample, Watch, role
+from tests.campaigns.soak.figures import elapsed, growths, picture, processor, rows
+from tests.campaigns.soak.slopes import LIMITS, growth
+from tests.campaigns.soak.watch import Sample, Watch, role
 
 STEPS = list(range(1, 1001))
 

@@ -18,9 +18,9 @@ import torch
 
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.sync.digest import digest
-from tests.faults.cells import TIMEOUT, Cell, disturb
-from tests.faults.roads import ROADS, Trainer
-from tests.faults.rollout import start
+from tests.campaigns.faults.cells import TIMEOUT, Cell, disturb
+from tests.campaigns.faults.roads import ROADS, Trainer
+from tests.campaigns.faults.rollout import start
 
 QUESTIONS = ("ended in time", "one error that names the cause", "whole weights, or none", "works again", "nothing left behind")
 #: seconds that a machine may need besides the time-out, to answer and to clean up

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from tests.faults.hook import HOOK
-from tests.faults.judge import QUESTIONS, Verdict
+from tests.campaigns.faults.hook import HOOK
+from tests.campaigns.faults.judge import QUESTIONS, Verdict
 from tests.process_run import ProcessRun
 from tests.seeded_runs import SeededRuns
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.soak.slopes import Growth, growth
+from tests.campaigns.soak.slopes import Growth, growth
 
 #: steps over which seconds are taken together, because they are read from outside, a few times a second
 WINDOW = 10

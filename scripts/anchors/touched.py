@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from jetrl_patch.patching.patch import Difference, OnImport, Patch
-
-from .patches import ROOT, is_framework, patches
-from .source import parameters
+from scripts.anchors.patches import ROOT, is_framework, patches
+from scripts.anchors.source import parameters
 
 #: extensions that vLLM makes a base of its worker's class (``worker_extension_cls``): their ``self`` is the worker
 MIXED_IN = {

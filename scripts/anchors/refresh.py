@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .patches import FRAMEWORKS, ROOT
-from .source import Sources
-from .touched import touched
+from scripts.anchors.patches import FRAMEWORKS, ROOT
+from scripts.anchors.source import Sources
+from scripts.anchors.touched import touched
 
-HERE = Path(__file__).parent
+RECORDS = ROOT / "tests" / "anchors"
 CACHE = ROOT / "build" / "anchors" / "wheels"
 #: the releases that are read: the oldest and the newest of each range, those that tests run on, and every one of vLLM
 VERSIONS = {
@@ -90,7 +90,7 @@ def record(name: str, old: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Look up what is not recorded yet, or everything with ``--all``, and drop what is no longer touched."""
     for name in FRAMEWORKS:
-        file = HERE / f"{name}.json"
+        file = RECORDS / f"{name}.json"
         old = json.loads(file.read_text()) if file.exists() and "--all" not in sys.argv else {}
         file.write_text(json.dumps(record(name, old), indent=1, sort_keys=True) + "\n")
 

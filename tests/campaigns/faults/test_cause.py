@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.runs import FAULTS, cause
+from tests.campaigns.faults.runs import FAULTS, cause
 
 LOG = """\
 Traceback (most recent call last):

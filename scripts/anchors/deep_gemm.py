@@ -1,6 +1,6 @@
 """Write ``tests/anchors/deep_gemm.json``: what DeepGEMM asserts, read out of a clone of its repository and of vLLM's CUDA wheels.
 
-    python -m tests.anchors.deep_gemm PATH REVISION... WHEEL...
+    python -m scripts.anchors.deep_gemm PATH REVISION... WHEEL...
 
 A wheel holds the kernels' headers, and the host's code as a binary whose messages can be read. The tests compare what is recorded
 with the backend and with the double that stands for the library.
@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).resolve().parents[2] / "tests" / "anchors" / "deep_gemm.json"
 HEURISTIC = "csrc/jit_kernels/heuristics/sm90.hpp"
 HOST = "csrc/jit_kernels/impls/sm90_fp8_gemm_{}.hpp"
 KERNEL = "deep_gemm/include/deep_gemm/impls/sm90_fp8_gemm_{}.cuh"

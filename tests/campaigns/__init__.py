@@ -1,0 +1,1 @@
+"""Campaigns of hours, which ``make faults`` and ``make soak`` run; pytest runs the tests of what judges them."""
