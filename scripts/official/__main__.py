@@ -40,7 +40,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkouts", type=Path, nargs="+", help="checkouts of verl or OpenRLHF, or folders of scripts")
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--counts", type=Path, help="also write the counts as JSON, to compare a later state with")
     parser.add_argument(
         "--run", metavar="TEXT", help="run accepted scripts for real: one of each class whose name has TEXT"
     )
@@ -53,9 +52,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="official-") as temporary:
         place = Path(os.path.realpath(temporary))
         sources = [source(folder, place / str(i)) for i, folder in enumerate(args.checkouts)]
-    if args.counts:
-        table = {name.split()[0]: page.counts(judged) for name, _, judged in sources}
-        args.counts.write_text(json.dumps(table, indent=1) + "\n")
     for name, _, judged in sources:
         print(name)
         for kind, row in page.counts(judged).items():

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
+from jetrl_patch._versions import SUPPORTED
 from scripts.official import keys
 from scripts.official.expand import Expansion
 from scripts.official.judge import ASYNC, Judged, modes
 from scripts.official.models import CLASSES
 
-__all__ = ["BEFORE", "ROOT", "Source", "classes", "counts", "plain", "unlocks", "write"]
+__all__ = ["ROOT", "Source", "classes", "counts", "plain", "unlocks", "write"]
 
 ROOT = Path(__file__).resolve().parents[2]
-#: the counts of an earlier state of the project, for comparison
-BEFORE = Path(__file__).with_name("before.json")
 _CLASS_NAMES = {ASYNC: "asynchronous, or another entry point", "": "unknown model"}
 #: the part of a message that only repeats the mode
 _MODE = re.compile(r" with precision='[\w-]+', align='\w+'")
@@ -75,7 +75,6 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
         sources: for each checkout its title, what its scripts did, and the verdicts.
         runs: results of real runs, as ``run.py`` stores them.
     """
-    before = json.loads(BEFORE.read_text()) if BEFORE.exists() else {}
     titles = " and ".join(title for title, _, _ in sources)
     lines = [
         "# The frameworks' own scripts",
@@ -88,25 +87,19 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
         "",
     ]
     for title, expansions, judged in sources:
-        lines += _source(title, expansions, judged, before.get(title.split()[0], {}))
+        lines += [f"## {title}", "", *_summary(title, expansions, judged), ""]
+        lines += [*_counts(judged), *_open_keys(judged), *_unlocks(judged), *_launches(judged)]
     lines += _runs(runs)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _source(
-    title: str, expansions: Sequence[Expansion], judged: Sequence[Judged], before: Mapping[str, Any]
-) -> list[str]:
-    lines = [f"## {title}", "", *_summary(expansions, judged), ""]
-    lines += _counts(judged, before)
-    lines += _open_keys(judged)
-    lines += _unlocks(judged)
-    lines += _launches(judged)
-    return lines
-
-
-def _summary(expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[str]:
+def _summary(title: str, expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[str]:
     training = [one for one in judged if one.kind is not None]
     parts = [f"{len(expansions)} scripts make {len(judged)} launches, {len(training)} of them with a rollout."]
+    name, _, version = title.rpartition(" ")
+    accepted, installed = SUPPORTED.get(name.lower(), ("", ""))
+    if accepted and not SpecifierSet(accepted, prereleases=True).contains(version):
+        parts.append(f"The plugin accepts {name} {accepted}; these scripts of {version} are judged by {name} {installed}.")
     own = sum(one.launch.own_environment for one in training)
     if own:
         parts.append(
@@ -129,31 +122,15 @@ def _summary(expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[
     return [" ".join(parts)]
 
 
-def _counts(judged: Sequence[Judged], before: Mapping[str, Any]) -> list[str]:
-    """One row per class; each cell is the number now, and in brackets the number before if it is another."""
+def _counts(judged: Sequence[Judged]) -> list[str]:
+    """One row per class, and their sums."""
     found = counts(judged)
-    lines = [
-        "### Accepted launches",
-        "",
-        f"| class | launches | {' | '.join(modes())} |",
-        f"| --- | {' | '.join('---' for _ in range(len(modes()) + 1))} |",
-    ]
-    for kind, row in found.items():
-        was = before.get(kind, {})
-        cells = [f"{row[mode]} ({was[mode]})" if mode in was else str(row[mode]) for mode in modes()]
-        lines.append(f"| {_CLASS_NAMES.get(kind, kind)} | {row['launches']} | {' | '.join(cells)} |")
-    if len(found) > 1:
-        cells = [str(sum(row[mode] for row in found.values())) for mode in modes()]
-        if before:
-            cells = [f"{cell} ({sum(row[mode] for row in before.values())})" for cell, mode in zip(cells, modes())]
-        lines.append(f"| all | {sum(row['launches'] for row in found.values())} | {' | '.join(cells)} |")
-    if before:
-        lines += [
-            "",
-            "In brackets: the number before Ulysses, reward models and distillation were covered, and before Ascend's devices, "
-            "mixtures of experts and models of several modalities were refused by name.",
-        ]
-    return [*lines, ""]
+    rows = [(_CLASS_NAMES.get(kind, kind), *row.values()) for kind, row in found.items()]
+    if len(rows) > 1:
+        rows.append(("all", *(sum(row[key] for row in found.values()) for key in ("launches", *modes()))))
+    head = ("class", "launches", *modes())
+    lines = ["### Accepted launches", "", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
 
 
 def _open_keys(judged: Sequence[Judged]) -> list[str]:
