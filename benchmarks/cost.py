@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Row, asked_to_write, markdown, show
+from benchmarks.harness import Row, asked_to_write, filled, markdown, show
 from benchmarks.shapes import PUBLISHED, RANKS, Model, Peaks, gemm_seconds
 from jetrl_patch.kernels.formats import BLOCK
 
@@ -306,57 +306,14 @@ def table(nets: tuple[Net, ...], ways: tuple[Way, ...], loads: tuple[Load, ...],
 
 LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (8192, 16384, 32768))
 
-_PAGE = """\
-# Speed: where FP8 pays
-
-**Estimated, not measured:** no figure on this page comes from a GPU run. `python -m benchmarks.cost --write` computes them
-from the [parts](#parts) below. The formulas are in `benchmarks/cost.py`; a measured part replaces its row there.
-
-What it says:
-
-- **`linear` pays in dense models**, most in large ones and with short responses.
-- **`exact` pays with short responses**, where it also skips a pass. At 32k tokens it loses: attention dominates, and its
-  kernel is assumed to be slower than FlashAttention-3.
-- **Mixtures gain little.** Blocks of 128 allow 2 ranks where BF16 has 4, which costs as much as FP8 gains.
-- **In exact mode use few tensor-parallel ranks.** Ranks gather FP32 sums, {gathered:.0f} times the bytes of BF16's all-reduce
-  with 8 of them.
-
-A synchronous GRPO step on H100s, {samples} samples of {prompt} prompt tokens. Response lengths are exponential with a quarter
-of the longest as mean. The last four columns say how many times faster than BF16 the whole step is. Each mode has the tensor
-parallelism of the rollout that is fastest for it, in brackets.
-
-{steps}
-
-- *exact* skips the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
-- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k). Compare with the ranks
-  that you run.
-- The shares of rollout and old log-probs are those of BF16's step, whose update runs the forward twice (checkpointing).
-- Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), and
-  waits between phases. A part that is the same in all modes makes every ratio smaller.
-
-Measured on CPUs: [every kernel](benchmarks/cpu.md), [whole steps](exactness.md#what-it-saves), [syncs](sync.md#measured).
-Counted without a GPU: [launches and bytes](benchmarks/counted.md). To be measured: [on a Hopper
-GPU](benchmarks/hopper/index.md).
-
-## Against what Jet-RL published
-
-{known}
-
-## Parts
-
-{parts}
-"""
-
 
 def page() -> str:
     """The text of ``docs/scaling.md``."""
     load = LOADS[0]
     bf16, fp8 = (rollout(NETS[0], way, load, H100, 1) for way in (WAYS[0], WAYS[2]))
     tables = {"steps": table(NETS, WAYS, LOADS, H100), "known": _known(), "parts": _parts()}
-    return _PAGE.format(
-        samples=load.samples, prompt=load.prompt, alone=bf16 / fp8, gathered=gathered(8),
-        **{name: markdown(list(rows)).rstrip() for name, rows in tables.items()},
-    )  # fmt: skip
+    texts = {"gathered": f"{gathered(8):.0f}", "load": f"{load.samples} samples of {load.prompt}", "alone": f"{bf16 / fp8:.2f}"}
+    return filled(PAGE, texts | {name: markdown(list(rows)) for name, rows in tables.items()})
 
 
 def _known() -> list[Row]:

@@ -65,11 +65,21 @@ def show(title: str, rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def fill(page: Path, mark: str, text: str) -> None:
-    """Write ``text`` into a page, between ``<!-- mark -->`` and ``<!-- /mark -->``."""
-    first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    before, _, rest = page.read_text().partition(first)
-    page.write_text(f"{before}{first}\n{text}\n{last}{rest.partition(last)[2]}")
+def filled(page: Path, texts: Mapping[str, str]) -> str:
+    """A page with each text between its marks, ``<!-- name -->`` and ``<!-- /name -->``: a block, or within a sentence.
+
+    Raises:
+        ValueError: the page lacks a mark.
+    """
+    found = page.read_text()
+    for name, text in texts.items():
+        first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if not 0 <= found.find(first) < found.find(last):
+            raise ValueError(f"{page}: required {first} and {last} behind it, found them not")
+        before, _, rest = found.partition(first)
+        lines = "\n\n" if "\n" in text else ""
+        found = f"{before}{first}{lines}{text.strip()}{lines}{last}{rest.partition(last)[2]}"
+    return found
 
 
 def asked_to_write(about: str | None, page: Path) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from benchmarks.harness import Row, fill, main, markdown
+from benchmarks.harness import Row, filled, main, markdown
 from examples.words import task, warm_start
 from examples.words.tokenizer import build_tokenizer
 from jetrl_patch.backends import quantize
@@ -128,7 +128,7 @@ def scale_formats(steps: int = 600, seeds: int = 2, tokens: int = 4000) -> list[
         f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
         f"Command: `python -m benchmarks.scale_format --steps {steps} --seeds {seeds} --tokens {tokens}`."
     )
-    fill(PAGE, "scale-formats", f"{markdown(rows)}\n{ran}")
+    PAGE.write_text(filled(PAGE, {"scale-formats": f"{markdown(rows)}\n{ran}"}))
     return rows
 
 

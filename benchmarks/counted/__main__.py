@@ -17,7 +17,7 @@ from benchmarks.counted.passes import (
     count_linears,
     count_step,
 )
-from benchmarks.harness import Row, asked_to_write, markdown, show
+from benchmarks.harness import Row, asked_to_write, filled, markdown, show
 from benchmarks.shapes import MODELS, PUBLISHED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
@@ -27,22 +27,6 @@ LINEARS, BLOCK, DECODE, EXACT = 1.35, 1.4, 1.6, 1.05
 TOP = 12
 #: the mode of a row that is no verdict
 WITHOUT = "linear, without cuBLASLt"
-
-_HEAD = """\
-# Launches and bytes, counted
-
-**Counted and computed, not measured:** no figure on this page comes from a GPU. `python -m benchmarks.counted --write` runs the
-plugin's own code as on an H200 with DeepGEMM and cuBLASLt, on tensors without memory, and records what it would launch. A launch
-reads each input once and writes each output once. Its time is that of its bytes or of its products, whichever is longer, at
-{bandwidth:.0f} GB/s and {bf16:.0f} (BF16), {fp8:.0f} (FP8) and {wgrad:.0f} TFLOP/s (FP8, WGrad), which others published for H200s
-and Hopper kernels. Kernels that reach less of these peaks, time between launches and waits are left out: a GPU's ratios will be
-lower. A test compares this page with the code, so an added copy or cast shows.
-
-A micro-batch of {tokens} tokens in sequences of {length}. `bf16` is Hugging Face's block with FlashAttention-2, as verl runs it,
-without recomputation. Weights are quantized once a step, which the ratios leave out and the last column of the first table lists;
-ranks that share the weights quantize them in every pass.
-
-"""
 
 
 def _total(launches: Sequence[Launch]) -> tuple[int, float, float]:
@@ -127,40 +111,15 @@ def tables() -> dict[str, list[Row]]:
     }
 
 
-_WHY = """\
-## What stands behind it, and what is left
-
-The linear layers alone: a dW in BF16 is one product of cuBLASLt, which rounds in it. It is counted at the peak that others
-published for DeepGEMM's product; NVIDIA calls the two comparable (TransformerEngine, issue 1509), and it is not measured here.
-DeepGEMM's own product for WGrad (`1D1D`) only adds to an FP32 output: where torch has no block scales of cuBLASLt (CUDA before
-12.9), each dW is filled with zeros, added to, and rounded, 18 bytes an element in place of 2, which is the row
-`linear, without cuBLASLt`. DeepGEMM adds to an FP32 main gradient (Megatron) directly: nothing is filled or cast.
-
-W is read twice, as it is and transposed. If no rank frees the weights between passes, one launch writes both for all
-micro-batches of a step, and they are held to the last of them, at 2 bytes a weight. Otherwise each backward transposes W once
-more (`transpose_kernel`).
-
-The norm's backward adds the gradient of the residual in its own kernel, 8 bytes an element. Its sum is quantized for the layer
-before it by a launch of its own (`both_kernel`), which reads 2 bytes and writes 2: for WGrad that takes 128 rows at a time, which
-no program of a norm holds, and to read x and dy a second time there would be 4 bytes in place of those 2.
-
-Left in it: the saved X gets other groups for WGrad (`requantize_kernel`), once for the layers that read it. Autograd adds up the
-dX of those layers (`add`).
-
-A block in exact mode: attention's backward is two kernels with seven products, where FlashAttention-2 has five. In `linear`,
-Qwen3's norms of each head are those of Hugging Face, which exact mode replaces by one kernel.
-
-Not counted: the launches of attention in a decoding step, with its rotary embedding and its cache.
-"""
-
-
 def page(found: dict[str, list[Row]]) -> str:
     """The text of ``docs/benchmarks/counted.md``."""
-    head = _HEAD.format(
-        bandwidth=PUBLISHED.bandwidth, bf16=PUBLISHED.bf16, fp8=PUBLISHED.fp8, wgrad=PUBLISHED.fp8_wgrad, tokens=TOKENS,
-        length=LENGTH,
-    )  # fmt: skip
-    return head + "\n".join(markdown(rows, title) for title, rows in found.items()) + "\n" + _WHY
+    bf16, fp8, wgrad, bandwidth = (f"{figure:.0f}" for figure in PUBLISHED)
+    texts = {
+        "peaks": f"{bandwidth} GB/s and {bf16} (BF16), {fp8} (FP8) and {wgrad} TFLOP/s (FP8, WGrad)",
+        "batch": f"{TOKENS} tokens in sequences of {LENGTH}",
+        "tables": "\n".join(markdown(rows, title) for title, rows in found.items()),
+    }
+    return filled(PAGE, texts)
 
 
 def main() -> None:

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.harness import Row, markdown
+from benchmarks.harness import Row, filled, markdown
 from benchmarks.hopper.plan import ESTIMATED, PARTS, Part, table
 
+#: the page about all parts
+INDEX = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "hopper" / "index.md"
 #: how often a piece may end its process before it counts as failed
 TRIALS = 2
 #: title, rows and note of a table
@@ -141,37 +143,6 @@ def page(part: Part, record: Record) -> str:
     return "\n".join([text, *(markdown(rows, title, note) for title, rows, note in tables if rows or note)])
 
 
-_INDEX = """\
-# On a Hopper GPU
-
-One command measures everything that needs a GPU, on a machine with one H100 or H200:
-
-```bash
-make hopper
-```
-{nothing}
-It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, checks \
-the machine before anything starts, and downloads nothing. Parts for which a package is missing are named and left out. Each \
-part runs in a process of its own and ends before nine minutes. What it has measured is kept, piece by piece, in a JSON file \
-beside its page: the same command goes on where it was stopped, or says in what the machine or its software differs. Until \
-then there is [what is counted](../counted.md) and [what arithmetic says](../../scaling.md).
-
-{parts}
-| `ARGS=` | |
-| --- | --- |
-| `--plan` | prints this table with the state of each part, and exits |
-| `--part c` | one part, by letter or name; may be repeated |
-| `--dry` | tiny sizes on a CPU; its pages go to `outputs/hopper-dry` |
-| `--failed`, `--again` | runs what failed, or everything, of the chosen parts again |
-| `--out DIR`, `--scratch DIR` | where records and pages go; where checkpoints and logs go |
-| `--records`, `--pages` | writes records alone, one file a part; writes the pages of the records that are there |
-| `--without-deep-gemm` | measures without DeepGEMM, which needs `nvcc` |
-
-GPU timings are medians of several windows after a warm-up, in turns with BF16; each page has the clocks that `nvidia-smi` \
-reported meanwhile. A target whose rows are incomplete gets no verdict.
-"""
-
-
 def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
     """Write the pages of these parts from the records in ``folder``, and the page about all."""
     records = {part.letter: load(folder / f"{part.name}.json", part.name) for part in PARTS}
@@ -184,6 +155,8 @@ def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
             if part in parts:
                 (folder / f"{part.name}.md").write_text(page(part, record))
     measured = any(record.rows for record in records.values())
-    nothing = "" if measured else "\n**Not measured yet:** no figure of this project comes from a GPU.\n"
-    note = f"{ESTIMATED} A command of a part that needs several is given again."
-    (folder / "index.md").write_text(_INDEX.format(nothing=nothing, parts=markdown(rows, "Parts", note)))
+    texts = {
+        "state": "" if measured else "**Not measured yet:** no figure of this project comes from a GPU.",
+        "parts": markdown(rows, note=f"{ESTIMATED} A command of a part that needs several is given again."),
+    }
+    (folder / "index.md").write_text(filled(INDEX, texts))

@@ -34,9 +34,8 @@ def pieces(setup: Setup) -> Iterator[Piece]:
 def _run(setup: Setup, name: str) -> list[Row]:
     device = torch.device(setup.device)
     cuda = device.type == "cuda"
-    shapes = shape.shapes(shape.config(shape.LAYERS, setup.dry))
-    torch.manual_seed(0)
-    weights = {key: shape.weight(size, setup.device) for key, size in shapes.items()}
+    weights = dict(shape.build(shape.config(shape.LAYERS, setup.dry), setup.device).state_dict())
+    shapes = {key: tuple(weight.shape) for key, weight in weights.items()}
     layers = [key.removesuffix(".weight") for key in shapes if "_proj" in key] if name == FP8 else []
     engine = Memory(shapes, layers, device)
     run: Callable[[], object] = partial(plain, weights, engine, device)

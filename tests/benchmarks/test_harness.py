@@ -1,0 +1,63 @@
+"""What all benchmarks share: the timer's rounds, tables, marks in pages, and the command line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks import harness
+
+
+def test_the_best_of_rounds_that_take_turns(monkeypatch):
+    clock, told = [0.0], []
+
+    def call(name, seconds):
+        told.append(name)
+        clock[0] += seconds if len(told) < 12 else 2 * seconds  # the machine becomes busy
+
+    monkeypatch.setattr(harness.time, "process_time", lambda: clock[0])
+    found = harness.best_of({"a": lambda: call("a", 1.0), "b": lambda: call("b", 3.0)}, seconds=2.0, rounds=6)
+    assert found == {"a": 1.0, "b": 3.0} and told[4:] == ["a", "b"] * 6
+
+
+def test_a_table_may_lack_rows_and_columns():
+    assert harness.markdown([{"a": 1.23456, "b": float("nan")}, {"a": 12345.6, "c": "x|y"}], "T", "why") == (
+        "## T\n\nwhy\n\n| a | b | c |\n| --- | --- | --- |\n| 1.23 | – |  |\n| 12346 |  | x/y |\n"
+    )
+    assert harness.markdown([], "T") == "## T\n\n"
+
+
+def test_what_is_between_marks_is_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("It is <!-- a -->old<!-- /a -->.\n\n<!-- b --><!-- /b -->\n")
+    found = harness.filled(page, {"a": "new", "b": "| x |\n| y |\n"})
+    assert found == "It is <!-- a -->new<!-- /a -->.\n\n<!-- b -->\n\n| x |\n| y |\n\n<!-- /b -->\n"
+    page.write_text(found)
+    assert harness.filled(page, {"a": "new", "b": "| x |\n| y |\n"}) == found
+    with pytest.raises(ValueError, match="required <!-- c -->"):
+        harness.filled(page, {"c": "x"})
+
+
+def first(count: int = 2, name: str = "n"):
+    """Rows of the first."""
+    yield {"name": name, "count": count}
+
+
+def second():
+    """Rows of the second."""
+    yield {"found": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "functions", "says"),
+    [
+        (["--count", "5"], (first,), "| n | 5 |"),
+        (["first", "--name", "m"], (first, second), "| m | 2 |"),
+        (["second"], (first, second), "| True |"),
+    ],
+)
+def test_parameters_are_options(monkeypatch, capsys, words, functions, says):
+    monkeypatch.setattr(sys, "argv", ["x", *words])
+    harness.main(*functions)
+    assert says in capsys.readouterr().out
