@@ -63,10 +63,10 @@ def main() -> int:
                 )
     runs = json.loads(RUNS.read_text()) if RUNS.exists() else []
     if args.run is not None:
-        for one, mode in [found for _, _, judged in sources for found in run.choose(judged)]:
+        for release, one, mode in [(name, *found) for name, _, judged in sources for found in run.choose(judged)]:
             if args.run in one.launch.script:
                 print(f"running {one.launch.script} in {mode} mode", flush=True)
-                row = run.run(one, mode, args.out.resolve())
+                row = {**run.run(one, mode, args.out.resolve()), "release": release}
                 print(f"  {row}", flush=True)
                 runs = [old for old in runs if (old["script"], old["mode"]) != (row["script"], row["mode"])] + [row]
         runs.sort(key=lambda row: (row["framework"] != "verl", row["script"], row["mode"]))

@@ -96,16 +96,16 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
 def _summary(title: str, expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[str]:
     training = [one for one in judged if one.kind is not None]
     parts = [f"{len(expansions)} scripts make {len(judged)} launches, {len(training)} of them with a rollout."]
-    name, _, version = title.rpartition(" ")
-    accepted, installed = SUPPORTED.get(name.lower(), ("", ""))
-    if accepted and not SpecifierSet(accepted, prereleases=True).contains(version):
-        parts.append(f"The plugin accepts {name} {accepted}; these scripts of {version} are judged by {name} {installed}.")
     own = sum(one.launch.own_environment for one in training)
     if own:
         parts.append(
             f"{own} of these start by `uv run`, in an environment that uv makes: install the plugin there, or start the script "
             "with `VERL_USE_UV=0`."
         )
+    name, _, version = title.rpartition(" ")
+    accepted, installed = SUPPORTED.get(name.lower(), ("", ""))
+    if accepted and not SpecifierSet(accepted, prereleases=True).contains(version):
+        parts.append(f"The plugin accepts {name} {accepted}; these scripts of {version} are judged by {name} {installed}.")
     failed = [one for one in expansions if one.failure]
     if failed:
         parts.append(
@@ -213,14 +213,14 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         "that shrink it (a small model, small batches and lengths, one process, two steps). All other settings are the",
         "script's. Megatron's launches need GPUs.",
         "",
-        "| script | mode | what it covers | steps | tokens | bit-equal, worst step | max abs Δlogp |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| script | mode | what it covers | steps | tokens | bit-equal, worst step | max abs Δlogp | scripts of |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for run in runs:
         share = f"{run['bit_equal_fraction_min']:.1%}" if run["steps"] else "–"
         largest = f"{run['logp_abs_diff_max']:.1e}" if run["logp_abs_diff_max"] else "0"
         lines.append(
             f"| `{_short(run['script'])}` | {run['mode']} | {run['covers']} | {run['steps']} | {run['tokens']:,} | {share} "
-            f"| {largest if run['steps'] else run['failure']} |"
+            f"| {largest if run['steps'] else run['failure']} | {run['release']} |"
         )
     return [*lines, ""]

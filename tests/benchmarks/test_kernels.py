@@ -138,7 +138,7 @@ def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
     original = type(backend).quantize_activation
     monkeypatch.setattr(type(backend), "quantize_activation", lambda *args: done.append(1) or original(*args))
     machine.backends = {"torch": backend}
-    table(machine, "layers", TINY._replace(train=(16,)))
+    table(machine, "layers", TINY._replace(train=(16,), decode=(1,)))
     # per layer, of four: two timed steps (input, output gradient), and the forward pass whose saved bytes are counted
     assert len(done) == 4 * (2 * 2 + 1)
 

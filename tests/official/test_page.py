@@ -112,6 +112,7 @@ def test_real_runs_are_listed():
         "mode": "exact",
         "covers": "adv_estimator grpo",
         "failure": "",
+        "release": "verl 1.0",
     }
     good = {**run, "steps": 2, "tokens": 1234, "bit_equal_fraction_min": 1.0, "logp_abs_diff_max": 0.0}
     bad = {
