@@ -74,12 +74,12 @@ def test_every_layout_equals_the_reference(shape, scale_format, kind):
     check(*kernels.quantize_tokens(x, scale_format), *tokens)
     q, s, qt, st_ = kernels.quantize_both(x, scale_format)
     check(q, s, *rows)
-    check(qt, st_, tokens[0].t(), tokens[1])
+    check(qt, st_, tokens.q.t(), tokens.s)
     weight = reference.quantize_weight(x, scale_format)
     check(*kernels.quantize_weight(x, scale_format), *weight)
     q, s, qt = kernels.quantize_weight_transposed(x, scale_format)
     check(q, s, *weight)
-    check(qt, s, weight[0].t(), weight[1])
+    check(qt, s, weight.q.t(), weight.s)
     assert qt.stride(0) % 16 == 0 and qt.stride(1) == 1
 
 
@@ -104,7 +104,7 @@ def test_any_shape_and_layout(M, K, scale_format, columns, pad):
     assert q.is_contiguous() and qt.is_contiguous() and st_.is_contiguous()
     for transposed, scales in ((qt, st_), kernels.quantize_tokens(wide[:, :K], scale_format, transposed=True, pad=pad)):
         assert transposed.shape == (K, groups(M) * 128 if pad else M)
-        check(transposed[:, :M], scales, tokens[0].t(), tokens[1])
+        check(transposed[:, :M], scales, tokens.q.t(), tokens.s)
         assert not transposed[:, M:].view(torch.uint8).any()
 
 
