@@ -49,8 +49,8 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch stability sanity faults soak official test-engines \
-        test-others test-all test-pins test-triton anchors vision veomni lint bench bench-gpu hopper venv clean
+.PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity faults soak official \
+        test-engines test-others test-all test-pins test-triton anchors vision veomni lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
@@ -84,6 +84,10 @@ compare-moe: $(READY)
 # the model comes from the package index
 mismatch: build/smollm2/config.json
 	$(QUIET) $(VENV)/bin/jetrl parity --model build/smollm2 $(ARGS)
+
+## the same against depth, context and training, for docs/mismatch.md; goes on where it was interrupted
+mismatch-depth: build/smollm2/config.json $(LEARNER)
+	$(QUIET) PYTHONPATH=$(GYM) $(PY) -m examples.smollm2.mismatch $(ARGS)
 
 build/smollm2/config.json: requirements/smollm2.txt examples/smollm2/convert.py | $(SELF)
 	$(PIP) --target build/smollm2-packages --upgrade -r $<

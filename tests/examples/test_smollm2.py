@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.common.recipe import TASKS, Arm, Recipe
 from examples.openrlhf.recipe import Recipe as OpenrlhfRecipe
-from examples.smollm2 import convert, task
+from examples.smollm2 import convert, mismatch, task
 from examples.verl.recipe import Recipe as VerlRecipe
 from examples.words import TASK as WORDS
 from examples.words.tokenizer import build_tokenizer
@@ -179,3 +179,16 @@ def test_its_packages_replace_none_of_the_main_environment() -> None:
         return {line.partition("==")[0].lower().replace("_", "-") for line in lines if line and not line.startswith("#")}
 
     assert not names("reasoning-gym.txt") & names("cpu.txt")
+
+
+def test_the_page_on_the_mismatch_has_the_committed_figures() -> None:
+    results = json.loads(mismatch.FIGURES.read_text())
+    page = mismatch.PAGE.read_text()
+    assert mismatch.filled(page, results) == page
+    exact = [result for result in results if result["align"] == "exact"]
+    assert len(exact) > 10 and all(result["logp_abs_diff_max"] == 0 and result["bit_equal_fraction"] == 1 for result in exact)
+
+
+def test_prompts_of_long_contexts_are_prose_of_one_length() -> None:
+    passages = mismatch.passages()
+    assert len(set(passages)) == 16 and {len(passage) for passage in passages} == {24_000}
