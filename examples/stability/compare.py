@@ -16,7 +16,7 @@ from statistics import fmean
 from rich.table import Table
 
 from examples.common.runner import RunFailedError
-from examples.stability.arms import Arm
+from examples.stability.arms import Arm, Setting
 from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.picture import draw
 from examples.stability.sweep import Job, sweep, wide_console
@@ -108,7 +108,8 @@ def main() -> int:
     args = parser.parse_args()
     console = wide_console()
     started = time.monotonic()
-    jobs = [Job(arm=arm, seed=seed, steps=args.steps, learning_rate=args.lr) for seed in args.seeds for arm in ARMS]
+    setting = Setting(steps=args.steps, learning_rate=args.lr)
+    jobs = [Job(arm=arm, seed=seed, setting=setting) for seed in args.seeds for arm in ARMS]
     try:
         runs = sweep(jobs, args.out.resolve(), console, args.at_once, args.resume)
     except RunFailedError as error:

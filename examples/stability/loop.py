@@ -1,4 +1,4 @@
-"""One run: GRPO on the words task, with vLLM and trainer in this process; one line of metrics per step.
+"""One run: GRPO with vLLM and trainer in this process; one line of metrics per step.
 
 ``python -m examples.stability.loop --precision fp8-rollout --seed 0 --out FILE``
 """
@@ -9,66 +9,58 @@ import argparse
 import json
 import os
 import random
+import runpy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from examples.stability.arms import OBJECTIVES, Arm
-from examples.words import CHECKPOINT, task
-from examples.words.reward import compute_score
+from examples.common.recipe import TASKS, Recipe
+from examples.common.task import Question, Task
+from examples.stability.arms import OBJECTIVES, Arm, Setting
+from examples.words.warm_start import accuracy, prompt_ids
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from examples.stability.rollout import Rollout, Sample
 
-RESPONSE_TOKENS = 40
-#: held-out accuracy of the trainer's own weights, logged if the example rounds the rollout's weights
-TRAINERS_ACCURACY = "val-aux/words/acc/trainer"
+#: held-out accuracy of the trainer's own weights, logged if only the rollout is quantized
+TRAINERS_ACCURACY = "val-aux/acc/trainer"
 
 Emit = Callable[[int, dict[str, Any]], None]
 
 
 class Questions:
-    """Questions as token ids, and the reward of an answer."""
+    """A task's questions as token ids, and the reward of an answer."""
 
-    def __init__(self) -> None:
-        from examples.words.tokenizer import build_tokenizer
+    def __init__(self, task: Task, response_tokens: int) -> None:
+        from transformers import AutoTokenizer
 
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = AutoTokenizer.from_pretrained(task.model)
         self.stop = int(self.tokenizer.eos_token_id)
         self.train, self.held_out = task.split()
+        self.response_tokens = response_tokens
+        self.score: Callable[[str, str, str], float] = runpy.run_path(str(task.reward))["compute_score"]
 
-    def ids(self, question: task.Question) -> list[int]:
-        chat = [{"role": "user", "content": question.text}]
-        found: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)
-        return list(found["input_ids"] if hasattr(found, "keys") else found)
-
-    def reward(self, question: task.Question, response: Sequence[int]) -> float:
+    def reward(self, question: Question, response: Sequence[int]) -> float:
         text = self.tokenizer.decode([token for token in response if token != self.stop])
-        return compute_score("words", text, str(question.answer))
+        return self.score("", text, str(question.answer))
 
     def sample(
-        self, rollout: Rollout, questions: Sequence[task.Question], n: int, temperature: float, seed: int
+        self, rollout: Rollout, questions: Sequence[Question], n: int, temperature: float, seed: int
     ) -> tuple[list[Sample], list[float]]:
         """``n`` answers to each question, adjacent to one another, and their rewards."""
-        prompts = [self.ids(question) for question in questions]
-        samples = rollout.sample(prompts, n, RESPONSE_TOKENS, self.stop, temperature, seed)
+        prompts = [prompt_ids(self.tokenizer, question) for question in questions]
+        samples = rollout.sample(prompts, n, self.response_tokens, self.stop, temperature, seed)
         asked = [question for question in questions for _ in range(n)]
         return samples, [self.reward(q, s.response) for q, s in zip(asked, samples, strict=True)]
 
 
-def run(
-    arm: Arm, *, seed: int, steps: int, learning_rate: float, emit: Emit, pool: Sequence[task.Question] | None = None,
-    prompts: int = 16, group: int = 8, validate_every: int = 20, held_out: int = 256,
-) -> None:  # fmt: skip
-    """Train; ``emit`` receives every step's metrics under verl's names.
-
-    Args:
-        pool: the questions to train on; the whole training split by default.
-        prompts: questions per step.
-        group: answers to each question.
-        held_out: questions per validation, answered greedily.
-    """
+def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit) -> None:
+    """Train; ``emit`` receives every step's metrics under verl's names."""
     import torch
 
     import jetrl_patch
@@ -79,43 +71,64 @@ def run(
 
     torch.manual_seed(seed)
     torch.set_num_threads(1)
+    task = TASKS[setting.task]
+    recipe = Recipe.of(task)
     jetrl_patch.enable(arm.config)
-    questions = Questions()
-    rollout = Rollout(str(CHECKPOINT), seed)
-    policy = Policy(str(CHECKPOINT), arm.config, learning_rate)
-    pool = questions.train if pool is None else pool
+    questions = Questions(task, setting.response_tokens)
+    pool = list(questions.train)
+    if setting.pool is not None:
+        pool = [pool[i] for i in json.loads(setting.pool.read_text())]
+    length = max(128, 2 * recipe.prompt_tokens + setting.response_tokens)
+    rollout = Rollout(str(task.model), seed, length)
+    policy = Policy(str(task.model), arm.config, setting.learning_rate, recipe.micro_batch, setting.temperature)
     rng = random.Random(seed)
 
-    def accuracy() -> float:
-        _, right = questions.sample(rollout, questions.held_out[:held_out], 1, 0.0, 0)
-        return sum(right) / len(right)
+    def validate() -> dict[str, float]:
+        asked = questions.held_out[: setting.held_out]
+        _, right = questions.sample(rollout, asked, 1, 0.0, 0)
+        found = {f"val-core/{task.name}/acc/mean@1": fmean(right)}
+        if arm.precision.endswith("-rollout"):
+            found[TRAINERS_ACCURACY] = accuracy(
+                policy.model, questions.tokenizer, asked, 0.0, max_new_tokens=setting.response_tokens, score=questions.score
+            )
+        return found
 
-    for step in range(steps + 1):
+    for step in range(setting.steps + 1):
         times = [time.perf_counter()]
         rollout.sync(policy.source, policy.weights(), arm.bits)
         times.append(time.perf_counter())
         metrics: dict[str, Any] = {}
-        if step % validate_every == 0 or step == steps:
-            metrics["val-core/words/acc/mean@1"] = accuracy()
-            if arm.bits is not None:
-                rollout.sync(policy.source, policy.weights())
-                metrics[TRAINERS_ACCURACY] = accuracy()
-                rollout.sync(policy.source, policy.weights(), arm.bits)
-        if step == steps:
+        if step % setting.validate_every == 0 or step == setting.steps:
+            metrics |= validate()
+        if step == setting.steps:
             emit(step, metrics)
             return
         start = time.perf_counter()
-        samples, rewards = questions.sample(rollout, rng.sample(list(pool), prompts), group, 1.0, seed * 100_003 + step)
+        asked = rng.sample(pool, setting.prompts)
+        samples, rewards = questions.sample(rollout, asked, setting.group, setting.temperature, seed * 100_003 + step)
         times.append(time.perf_counter())
         old, mu, mask = policy.score(samples)
-        batch = prepare(arm, old, mu, mask, torch.tensor(rewards), group)
-        norm = policy.step(samples, lambda log_probs, rows, batch=batch: loss(arm, batch, log_probs, rows))  # type: ignore[misc]
+        batch = prepare(arm, old if setting.old == "trainer" else mu, mu, mask, torch.tensor(rewards), setting.group)
+        norms, clipped = [], []
+        for first in range(0, len(samples), len(samples) // setting.updates):
+            mini = slice(first, first + len(samples) // setting.updates)
+            part, blocked = batch.part(mini), 0.0
+
+            def objective(log_probs: Tensor, rows: slice, part: Any = part) -> Tensor:
+                nonlocal blocked
+                found, share = loss(arm, part, log_probs, rows)
+                blocked += float(share)
+                return found
+
+            norms.append(policy.step(samples[mini], objective))
+            clipped.append(blocked)
         times.append(time.perf_counter())
         metrics |= mismatch(old, mu, mask).as_metrics()
         metrics |= {
-            "critic/score/mean": sum(rewards) / len(rewards),
+            "critic/score/mean": fmean(rewards),
             "response_length/mean": float(mask.sum(1).float().mean()),
-            "actor/grad_norm": norm,
+            "actor/grad_norm": fmean(norms),
+            "actor/pg_clipfrac": fmean(clipped),
             "jetrl/masked_fraction": 1.0 - float(batch.kept.sum() / mask.sum()),
             "timing_s/update_weights": times[1] - times[0],
             "timing_s/gen": times[2] - start,
@@ -130,21 +143,23 @@ def main() -> None:
     parser.add_argument("--precision", required=True)
     parser.add_argument("--correction", default="none")
     parser.add_argument("--objective", default="ppo", choices=OBJECTIVES)
+    parser.add_argument("--align")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--pool", type=Path, help="JSON list of positions in the training split to train on")
     parser.add_argument("--out", type=Path, required=True)
+    hints = get_type_hints(Setting)
+    for field in fields(Setting):
+        kind = Path if field.name == "pool" else hints[field.name]
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    arm = Arm(precision=args.precision, correction=args.correction, objective=args.objective)
-    pool = None
-    if args.pool is not None:
-        train, _ = task.split()
-        pool = [train[i] for i in json.loads(args.pool.read_text())]
+    arm = Arm(precision=args.precision, correction=args.correction, objective=args.objective, align=args.align)
+    try:
+        setting = Setting(**{field.name: getattr(args, field.name) for field in fields(Setting)})
+    except ValueError as error:
+        parser.error(str(error))
     identity = {
         "precision": args.precision, "align": arm.config.resolved_align, "correction": args.correction, "seed": args.seed,
-        "objective": args.objective, "learning_rate": args.lr,
+        "objective": args.objective, "setting": setting.changed(),
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as file:
@@ -153,7 +168,7 @@ def main() -> None:
             file.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
             file.flush()
 
-        run(arm, seed=args.seed, steps=args.steps, learning_rate=args.lr, emit=emit, pool=pool)
+        run(arm, setting, seed=args.seed, emit=emit)
 
 
 if __name__ == "__main__":

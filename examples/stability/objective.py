@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ class Batch:
     weights: Tensor
     kept: Tensor
 
+    def part(self, rows: slice) -> Batch:
+        """A mini-batch of its own."""
+        return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
+
 
 def prepare(arm: Arm, old: Tensor, rollout: Tensor, mask: Tensor, rewards: Tensor, group: int) -> Batch:
     """GRPO's advantages, (r − mean) / (std + 1e-6) over the ``group`` answers to one question, and the arm's weights."""
@@ -34,17 +38,23 @@ def prepare(arm: Arm, old: Tensor, rollout: Tensor, mask: Tensor, rewards: Tenso
     return Batch(old, rollout, mask, advantages, found.weights, found.kept)
 
 
-def loss(arm: Arm, batch: Batch, log_probs: Tensor, rows: slice) -> Tensor:
-    """The contribution of some rows to the mean over the batch's tokens; ``log_probs`` may be narrower than the batch."""
+def loss(arm: Arm, batch: Batch, log_probs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """The contribution of some rows to the mean over the batch's tokens, and to the share of them that PPO clips.
+
+    ``log_probs`` may be narrower than the batch.
+    """
     width = log_probs.shape[1]
     old, rollout, mask, weights, kept = (
         t[rows, :width] for t in (batch.old, batch.rollout, batch.mask, batch.weights, batch.kept)
     )
     advantages = batch.advantages[rows].expand_as(log_probs)
+    clipped = torch.zeros_like(kept)
     if arm.objective == "pg-seq-is":
         token = policy_gradient_loss(log_probs, rollout, advantages, mask, "seq-is")
     elif arm.objective == "gspo":
         token = gspo_loss(log_probs, old, advantages, mask, 3e-4, 4e-4)
     else:
-        token = ppo_loss(log_probs, old, advantages, *CLIP)[0] * weights
-    return torch.where(kept, token, 0.0).sum() / batch.mask.sum()
+        token, clipped = ppo_loss(log_probs, old, advantages, *CLIP)
+        token = token * weights
+    tokens = batch.mask.sum()
+    return torch.where(kept, token, 0.0).sum() / tokens, (clipped & kept).sum() / tokens

@@ -15,19 +15,25 @@ if TYPE_CHECKING:
     from examples.stability.rollout import Sample
     from jetrl_patch import Config
 
-#: responses per forward pass
-MICRO_BATCH = 64
-
 
 class Policy:
-    """BF16 compute weights with FP32 master weights; the learning rate warms up over ten steps."""
+    """BF16 compute weights with FP32 master weights; the learning rate warms up over ten updates.
 
-    def __init__(self, path: str, config: Config, learning_rate: float) -> None:
+    Args:
+        path: the model to start from.
+        micro_batch: responses per forward pass.
+        temperature: divides the logits.
+    """
+
+    def __init__(
+        self, path: str, config: Config, learning_rate: float, micro_batch: int = 64, temperature: float = 1.0
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         shapes = {name: tuple(weight.shape) for name, weight in self.model.state_dict().items()}
         self.source = convert(self.model, config, shapes, rollout_tp=1, device_type="cpu")
+        self.micro_batch, self.temperature = micro_batch, temperature
         self.parameters = list(self.model.parameters())
         self.masters = [torch.nn.Parameter(p.detach().float().clone()) for p in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate)
@@ -47,11 +53,12 @@ class Policy:
         for row, s in enumerate(samples):
             tokens = [*s.prompt, *s.response]
             ids[row, : len(tokens)], seen[row, : len(tokens)] = torch.tensor(tokens), 1
-        logits = self.model(input_ids=ids, attention_mask=seen, use_cache=False).logits
-        everywhere = token_log_probs(logits[:, :-1], ids[:, 1:])
         starts = torch.tensor([len(s.prompt) - 1 for s in samples])
+        first = int(starts.min())  # no prompt's logits, which are most of a large vocabulary's cost
+        logits = self.model(input_ids=ids, attention_mask=seen, use_cache=False, logits_to_keep=width - first).logits
+        everywhere = token_log_probs(logits[:, :-1], ids[:, first + 1 :], self.temperature)
         mask = torch.arange(longest) < torch.tensor([len(s.response) for s in samples])[:, None]
-        places = (starts[:, None] + torch.arange(longest)).clamp(max=width - 2)
+        places = (starts[:, None] - first + torch.arange(longest)).clamp(max=width - 2 - first)
         return everywhere.gather(1, places) * mask, mask
 
     @torch.no_grad()
@@ -61,8 +68,8 @@ class Policy:
         found = torch.zeros(len(samples), longest)
         kept = torch.zeros(len(samples), longest, dtype=torch.bool)
         rollout = torch.zeros(len(samples), longest)
-        for start in range(0, len(samples), MICRO_BATCH):
-            part = samples[start : start + MICRO_BATCH]
+        for start in range(0, len(samples), self.micro_batch):
+            part = samples[start : start + self.micro_batch]
             log_probs, mask = self.log_probs(part)
             found[start : start + len(part), : mask.shape[1]] = log_probs
             kept[start : start + len(part), : mask.shape[1]] = mask
@@ -71,13 +78,13 @@ class Policy:
         return found, rollout, kept
 
     def step(self, samples: Sequence[Sample], loss: Callable[[Tensor, slice], Tensor]) -> float:
-        """Take one optimizer step; return the gradient norm before clipping at 1.
+        """Take one optimizer step on these samples; return the gradient norm before clipping at 1.
 
         Args:
-            loss: (log π_θ [B, T], rows of the batch) -> the micro-batch's contribution to the loss, a scalar.
+            loss: (log π_θ [B, T], rows of the samples) -> the micro-batch's contribution to the loss, a scalar.
         """
-        for start in range(0, len(samples), MICRO_BATCH):
-            rows = slice(start, min(start + MICRO_BATCH, len(samples)))
+        for start in range(0, len(samples), self.micro_batch):
+            rows = slice(start, min(start + self.micro_batch, len(samples)))
             log_probs, _ = self.log_probs(samples[rows])
             loss(log_probs, rows).backward()
         for master, parameter in zip(self.masters, self.parameters, strict=True):

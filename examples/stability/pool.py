@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from examples.stability.loop import Questions
-from examples.words import CHECKPOINT
+from examples.words import CHECKPOINT, TASK
 
 LOW, HIGH = 0.2, 0.8
 
@@ -19,13 +19,13 @@ LOW, HIGH = 0.2, 0.8
 def choose(questions: int, answers: int, seed: int) -> list[int]:
     """Positions of those among the first ``questions`` of the training split whose share of right answers is within bounds."""
     import jetrl_patch
-    from examples.stability.arms import Arm
+    from examples.stability.arms import Arm, Setting
     from examples.stability.policy import Policy
     from examples.stability.rollout import Rollout
 
     config = Arm(precision="bf16").config
     jetrl_patch.enable(config)
-    asked, rollout = Questions(), Rollout(str(CHECKPOINT), seed)
+    asked, rollout = Questions(TASK, Setting().response_tokens), Rollout(str(CHECKPOINT), seed)
     policy = Policy(str(CHECKPOINT), config, learning_rate=0.0)
     rollout.sync(policy.source, policy.weights())
     _, right = asked.sample(rollout, asked.train[:questions], answers, 1.0, seed)

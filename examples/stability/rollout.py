@@ -30,13 +30,14 @@ class Rollout:
     Args:
         model: path of the checkpoint.
         seed: the engine's seed.
+        length: the most tokens of a prompt and its answer.
     """
 
-    def __init__(self, model: str, seed: int) -> None:
+    def __init__(self, model: str, seed: int, length: int = 128) -> None:
         from vllm import LLM
 
         self.engine = LLM(
-            model=model, seed=seed, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=128, max_num_seqs=256,
+            model=model, seed=seed, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length, max_num_seqs=256,
             enforce_eager=True, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 28,
             logprobs_mode="processed_logprobs",
         )  # fmt: skip

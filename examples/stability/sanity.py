@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from examples.common.runner import RunFailedError
-from examples.stability.arms import Arm
+from examples.stability.arms import Arm, Setting
 from examples.stability.sweep import Job, sweep, wide_console
 from jetrl_patch.cli.report import Run
 
@@ -96,9 +96,7 @@ def jobs(seeds: Sequence[int], steps: int, learning_rate: float, pool: Path) -> 
         Job(
             arm=Arm(precision=precision, correction=correction, objective=objective),
             seed=seed,
-            steps=steps,
-            learning_rate=learning_rate,
-            extra=("--pool", str(pool)),
+            setting=Setting(steps=steps, learning_rate=learning_rate, pool=pool),
         )
         for seed in seeds
         for correction, objective in ALGORITHMS.values()

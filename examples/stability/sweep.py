@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from examples.common.processes import Group, temporary_folder
 from examples.common.recipe import Recipe, environment
 from examples.common.runner import RunFailedError, ending
-from examples.stability.arms import Arm
+from examples.stability.arms import Arm, Setting
 from jetrl_patch.cli.report import Run, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,38 +23,41 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of one arm. ``extra`` holds further arguments of ``examples.stability.loop``."""
+    """One run of one arm; ``title`` names its setting where a sweep has several."""
 
     arm: Arm
     seed: int
-    steps: int
-    learning_rate: float
-    extra: tuple[str, ...] = field(default=())
+    setting: Setting
+    title: str = ""
 
     @property
     def slug(self) -> str:
-        return f"{self.arm.slug}-seed{self.seed}"
+        return f"{self.title and self.title + '-'}{self.arm.slug}-seed{self.seed}"
 
     def command(self, out: Path) -> list[str]:
         return [
             sys.executable, "-m", "examples.stability.loop", *self.arm.arguments(), "--seed", str(self.seed),
-            "--steps", str(self.steps), "--lr", str(self.learning_rate), "--out", str(out), *self.extra,
+            "--out", str(out), *self.setting.arguments(),
         ]  # fmt: skip
 
 
 def sweep(
-    jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2, resume: bool = False
+    jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2, resume: bool = False,
+    on_end: Callable[[Job, Run], None] = lambda _job, _run: None,
 ) -> dict[Job, Run]:
     """Run all jobs; ``folder/<job>.jsonl`` receives a run's metrics, ``folder/logs`` its output.
 
     Args:
-        resume: keep earlier runs that completed all steps with the same learning rate.
+        resume: keep earlier runs of the same setting that completed all steps.
+        on_end: called with each run as soon as it is there.
 
     Raises:
         RunFailedError: a run failed; the others in progress have been ended.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     found = {job: _result(job, folder, 0) for job in jobs if resume and is_whole(job, folder)}
+    for job, run in found.items():
+        on_end(job, run)
     waiting, running = [job for job in jobs if job not in found], dict[Job, Group]()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
     with temporary_folder() as temporary, Progress(*columns, console=console) as progress:
@@ -72,6 +75,7 @@ def sweep(
                     group.end()
                     del running[job]
                     found[job] = _result(job, folder, status)
+                    on_end(job, found[job])
                     progress.update(bar, advance=1, description=job.slug)
                 time.sleep(0.2)
         finally:
@@ -86,13 +90,13 @@ def wide_console() -> Console:
 
 
 def is_whole(job: Job, folder: Path) -> bool:
-    """Whether ``folder`` holds a run of the job that completed all steps with the same learning rate."""
+    """Whether ``folder`` holds a run of the job, in its setting, that completed all steps."""
     path = folder / f"{job.slug}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    if len(lines) != job.steps + 1:
+    if len(lines) != job.setting.steps + 1:
         return False
     last = json.loads(lines[-1])
-    return bool((last["step"], last.get("learning_rate")) == (job.steps, job.learning_rate))
+    return bool((last["step"], last.get("setting")) == (job.setting.steps, job.setting.changed()))
 
 
 def _result(job: Job, folder: Path, status: int) -> Run:

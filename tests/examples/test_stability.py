@@ -8,13 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from examples.stability import compare, sanity
-from examples.stability.arms import Arm
+from examples.stability.arms import Arm, Setting
 from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.objective import CLIP, Batch, loss, prepare
 from examples.stability.picture import draw, smoothed
@@ -52,17 +53,49 @@ def token_by_token(arm: Arm, batch: Batch, new: torch.Tensor) -> float:
 def test_the_loss_is_the_formula_and_does_not_depend_on_micro_batches(correction: str) -> None:
     arm = Arm(precision="fp8-rollout", correction=correction)
     batch, new = random_batch(arm)
-    whole = loss(arm, batch, new, slice(0, 8))
+    whole, clipped = loss(arm, batch, new, slice(0, 8))
     assert float(whole) == pytest.approx(token_by_token(arm, batch, new), rel=1e-5)
-    parts = loss(arm, batch, new[:3], slice(0, 3)) + loss(arm, batch, new[3:], slice(3, 8))
-    assert float(parts) == pytest.approx(float(whole), rel=1e-5)
+    parts = [loss(arm, batch, new[rows], rows) for rows in (slice(0, 3), slice(3, 8))]
+    assert float(sum(part for part, _ in parts)) == pytest.approx(float(whole), rel=1e-5)
+    assert float(sum(share for _, share in parts)) == pytest.approx(float(clipped), rel=1e-5) and 0 < float(clipped) < 1
 
 
 def test_groups_without_a_difference_teach_nothing() -> None:
     arm = Arm(precision="bf16")
     mask = torch.ones(4, 3, dtype=torch.bool)
     batch = prepare(arm, torch.zeros(4, 3), torch.zeros(4, 3), mask, torch.ones(4), group=4)
-    assert float(loss(arm, batch, torch.zeros(4, 3), slice(0, 4))) == 0.0
+    assert float(loss(arm, batch, torch.zeros(4, 3), slice(0, 4))[0]) == 0.0
+
+
+def test_a_mini_batch_is_a_batch_of_its_own() -> None:
+    arm = Arm(precision="bf16", correction="tis")
+    batch, new = random_batch(arm)
+    part = batch.part(slice(4, 8))
+    assert torch.equal(part.advantages, batch.advantages[4:]) and part.mask.shape == (4, 11)
+    assert float(loss(arm, part, new[4:], slice(0, 4))[0]) == pytest.approx(token_by_token(arm, part, new[4:]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"task": "chess"}, "task: required one of words, smollm2, found 'chess'"),
+        ({"old": "none"}, "old: required one of trainer, rollout"),
+        ({"steps": 0}, "steps: required more than 0, found 0"),
+        ({"temperature": 0.0}, "temperature: required more than 0"),
+        ({"group": 1}, "group: required 2 answers or more"),
+        ({"prompts": 8, "updates": 3}, "updates: required a divisor of the 8 questions of a step, found 3"),
+    ],
+)
+def test_a_setting_without_sense_is_one_error(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Setting(**wrong)
+
+
+def test_a_setting_says_what_it_changes() -> None:
+    setting = Setting(learning_rate=1e-5, task="smollm2", response_tokens=32, pool=Path("p.json"))
+    assert setting.changed() == {"learning_rate": 1e-5, "task": "smollm2", "response_tokens": 32, "pool": "p.json"}
+    assert Setting().arguments() == ["--learning-rate", "0.0002"]
+    assert setting.arguments()[-4:] == ["--response-tokens", "32", "--pool", "p.json"]
 
 
 def test_arms_say_who_quantizes() -> None:
@@ -72,6 +105,8 @@ def test_arms_say_who_quantizes() -> None:
     )
     assert Arm(precision="fp8-unified").config.exact
     assert Arm(precision="int3-rollout", correction="tis").name == "int3-rollout+tis"
+    linear = Arm(precision="fp8-unified", align="linear")
+    assert (linear.slug, linear.config.exact) == ("fp8-unified-linear", False)
 
 
 def made_up(accuracy: dict[int, float], reward: float, steps: int = 100) -> Run:
@@ -92,7 +127,7 @@ def test_an_arm_is_judged_by_its_last_steps() -> None:
 
 def test_the_picture_and_both_tables_are_drawn(tmp_path: Path) -> None:
     runs = {
-        Job(arm=Arm(precision="bf16"), seed=seed, steps=100, learning_rate=1e-3): made_up({0: 0.3, 100: 0.9}, reward)
+        Job(arm=Arm(precision="bf16"), seed=seed, setting=Setting(steps=100)): made_up({0: 0.3, 100: 0.9}, reward)
         for seed, reward in ((0, 0.96), (1, 0.94))
     }
     assert draw(runs, tmp_path / "p.png").stat().st_size > 10_000
@@ -110,7 +145,7 @@ def test_algorithms_are_one_run_when_all_but_the_clock_is_equal() -> None:
             run = made_up({}, reward=0.5, steps=2)
             run.steps[1]["timing_s/step"] = float(number)
             run.steps[1].update(changed if name == "PPO-Seq-MIS" else {})
-            found[Job(arm=arm, seed=0, steps=2, learning_rate=1e-4)] = run
+            found[Job(arm=arm, seed=0, setting=Setting(steps=2))] = run
         return found
 
     assert sanity.one_run(runs(), "fp8-unified") == [True]
@@ -119,13 +154,14 @@ def test_algorithms_are_one_run_when_all_but_the_clock_is_equal() -> None:
 
 
 def test_a_run_that_came_to_its_end_is_kept_and_no_other(tmp_path: Path) -> None:
-    job = Job(arm=Arm(precision="bf16"), seed=0, steps=2, learning_rate=1e-3)
+    job = Job(arm=Arm(precision="bf16"), seed=0, setting=Setting(steps=2, learning_rate=1e-3))
     path = tmp_path / f"{job.slug}.jsonl"
-    lines = [json.dumps({"step": step, "learning_rate": 1e-3, "data": {"critic/score/mean": 0.5}}) for step in range(3)]
+    data = {"setting": job.setting.changed(), "data": {"critic/score/mean": 0.5}}
+    lines = [json.dumps({"step": step, **data}) for step in range(3)]
     console = Console(quiet=True)
     path.write_text("\n".join(lines))
     assert list(sweep([job], tmp_path, console, resume=True)) == [job]
-    for other, text in ((job, lines[:2]), (replace(job, learning_rate=1e-4), lines)):
+    for other, text in ((job, lines[:2]), (replace(job, setting=Setting(steps=2)), lines)):
         path.write_text("\n".join(text))
         assert not is_whole(other, tmp_path)
 
@@ -138,7 +174,7 @@ def test_smoothing_takes_means_of_ten() -> None:
 @pytest.mark.parametrize("precision", ["fp8-unified", pytest.param("int3-rollout", marks=pytest.mark.slow)])
 def test_a_real_run(precision: str, tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
-    job = Job(arm=Arm(precision=precision, correction="tis"), seed=1, steps=2, learning_rate=1e-4)
+    job = Job(arm=Arm(precision=precision, correction="tis"), seed=1, setting=Setting(steps=2, prompts=8, updates=2))
     env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
     env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, *job.command(out)[1:]], cwd=ROOT, env=env, capture_output=True, text=True)
