@@ -49,7 +49,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity faults soak official \
+.PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
         test-engines test-others test-all test-pins test-triton anchors vision veomni lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -108,6 +108,11 @@ stability: $(SELF)
 ## algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
+
+## GRPO on a pretrained model, one run after the other: hours (docs/proof.md)
+# goes on where it was stopped; ARGS=--fill writes the page
+proof: $(SELF) $(LEARNER)
+	$(QUIET) PYTHONPATH=$(abspath $(GYM)) $(PY) -m examples.stability.proof $(ARGS)
 
 ## one fault after the other in weight syncs into a real engine: half an hour
 # goes on where it was stopped; ARGS="verl scales" runs those cells alone

@@ -12,7 +12,7 @@ import random
 import runpy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 #: held-out accuracy of the trainer's own weights, logged if only the rollout is quantized
 TRAINERS_ACCURACY = "val-aux/acc/trainer"
+
+#: steps after which a run that can be resumed saves the trainer
+SAVE_EVERY = 2
 
 Emit = Callable[[int, dict[str, Any]], None]
 
@@ -59,8 +62,40 @@ class Questions:
         return samples, [self.reward(q, s.response) for q, s in zip(asked, samples, strict=True)]
 
 
-def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit) -> None:
-    """Train; ``emit`` receives every step's metrics under verl's names."""
+@dataclass(frozen=True)
+class States:
+    """The saved trainers of an unfinished run that writes its metrics to ``out``: ``<out>.<step>.pt``, saved before that step."""
+
+    out: Path
+
+    def path(self, step: int) -> Path:
+        return self.out.with_suffix(f".{step}.pt")
+
+    def steps(self) -> list[int]:
+        """The steps that the run can go on with, ascending."""
+        return sorted(int(path.suffixes[-2][1:]) for path in self.out.parent.glob(f"{self.out.stem}.*.pt"))
+
+    def remove(self, but: int | None = None) -> None:
+        """Remove all saved trainers, or all but one."""
+        for step in self.steps():
+            if step != but:
+                self.path(step).unlink()
+
+    def lines(self, identity: dict[str, Any]) -> list[str]:
+        """The metrics before the last saved trainer; [] if there is none, or it is another run's."""
+        if not self.steps() or not self.out.exists():
+            return []
+        lines = self.out.read_text(encoding="utf-8").splitlines()[: self.steps()[-1]]
+        return lines if all(identity.items() <= json.loads(line).items() for line in lines) else []
+
+
+def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit, first_step: int = 0, states: States | None = None) -> None:
+    """Train; ``emit`` receives every step's metrics under verl's names.
+
+    Args:
+        first_step: the step to go on with, from the trainer that was saved before it.
+        states: where the trainer is saved, every ``SAVE_EVERY`` steps.
+    """
     import torch
 
     import jetrl_patch
@@ -82,6 +117,10 @@ def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit) -> None:
     rollout = Rollout(str(task.model), seed, length)
     policy = Policy(str(task.model), arm.config, setting.learning_rate, recipe.micro_batch, setting.temperature)
     rng = random.Random(seed)
+    for _ in range(first_step):
+        rng.sample(pool, setting.prompts)
+    if states is not None and first_step:
+        policy.load(states.path(first_step))
 
     def validate() -> dict[str, float]:
         asked = questions.held_out[: setting.held_out]
@@ -93,7 +132,10 @@ def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit) -> None:
             )
         return found
 
-    for step in range(setting.steps + 1):
+    for step in range(first_step, setting.steps + 1):
+        if states is not None and step % SAVE_EVERY == 0 and step > first_step:
+            policy.save(states.path(step))
+            states.remove(but=step)
         times = [time.perf_counter()]
         rollout.sync(policy.source, policy.weights(), arm.bits)
         times.append(time.perf_counter())
@@ -146,6 +188,7 @@ def main() -> None:
     parser.add_argument("--align")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true", help="save the trainer, and go on from the one that was saved")
     hints = get_type_hints(Setting)
     for field in fields(Setting):
         kind = Path if field.name == "pool" else hints[field.name]
@@ -157,18 +200,24 @@ def main() -> None:
         setting = Setting(**{field.name: getattr(args, field.name) for field in fields(Setting)})
     except ValueError as error:
         parser.error(str(error))
+    if setting.old == "rollout" and arm.correction != "none":
+        parser.error(f"old rollout: required no correction, whose ratios would all be 1, found {arm.correction}")
     identity = {
         "precision": args.precision, "align": arm.config.resolved_align, "correction": args.correction, "seed": args.seed,
         "objective": args.objective, "setting": setting.changed(),
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    states = States(args.out) if args.resume else None
+    lines = states.lines(identity) if states is not None else []
     with args.out.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+        file.flush()
 
         def emit(step: int, metrics: dict[str, Any]) -> None:
             file.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
             file.flush()
 
-        run(arm, setting, seed=args.seed, emit=emit)
+        run(arm, setting, seed=args.seed, emit=emit, first_step=len(lines), states=states)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,28 @@ class Policy:
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
+
+    def save(self, path: Path) -> None:
+        """Write the masters and the state of the optimizer to ``path``, which is replaced at once."""
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        state = {"masters": self.masters, "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        torch.save(state, unfinished)
+        unfinished.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what ``save`` wrote."""
+        state = torch.load(path, weights_only=True)
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self._install()
+
+    @torch.no_grad()
+    def _install(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.copy_(master)
 
     def log_probs(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """FP32 log-probs of the response tokens, padded to [B, T], and the mask."""
@@ -93,7 +116,5 @@ class Policy:
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, 1.0, error_if_nonfinite=True))
         self.optimizer.step()
         self.schedule.step()
-        with torch.no_grad():
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                parameter.copy_(master)
+        self._install()
         return norm

@@ -16,6 +16,7 @@ from examples.common.processes import Group, temporary_folder
 from examples.common.recipe import Recipe, environment
 from examples.common.runner import RunFailedError, ending
 from examples.stability.arms import Arm, Setting
+from examples.stability.loop import States
 from jetrl_patch.cli.report import Run, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,10 @@ class Job:
     def slug(self) -> str:
         return f"{self.title and self.title + '-'}{self.arm.slug}-seed{self.seed}"
 
-    def command(self, out: Path) -> list[str]:
+    def command(self, out: Path, resume: bool = False) -> list[str]:
         return [
             sys.executable, "-m", "examples.stability.loop", *self.arm.arguments(), "--seed", str(self.seed),
-            "--out", str(out), *self.setting.arguments(),
+            "--out", str(out), *self.setting.arguments(), *["--resume"] * resume,
         ]  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def sweep(
     """Run all jobs; ``folder/<job>.jsonl`` receives a run's metrics, ``folder/logs`` its output.
 
     Args:
-        resume: keep earlier runs of the same setting that completed all steps.
+        resume: keep earlier runs of the same setting that completed all steps, and go on with unfinished ones.
         on_end: called with each run as soon as it is there.
 
     Raises:
@@ -67,7 +68,7 @@ def sweep(
                 while waiting and len(running) < at_once:
                     job = waiting.pop(0)
                     log = folder / "logs" / f"{job.slug}.log"
-                    running[job] = Group(job.command(folder / f"{job.slug}.jsonl"), _environment(temporary), ROOT, log)
+                    running[job] = Group(job.command(folder / f"{job.slug}.jsonl", resume), _environment(temporary), ROOT, log)
                 for job, group in list(running.items()):
                     status = group.leader.poll()
                     if status is None:
@@ -103,6 +104,7 @@ def _result(job: Job, folder: Path, status: int) -> Run:
     if status != 0:
         log = folder / "logs" / f"{job.slug}.log"
         raise RunFailedError(f"{job.slug} ended with status {status}; see {log}\n{ending(log)}")
+    States(folder / f"{job.slug}.jsonl").remove()
     (run,) = read_runs(folder / f"{job.slug}.jsonl")
     return run
 

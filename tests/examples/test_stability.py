@@ -16,7 +16,7 @@ from rich.console import Console
 
 from examples.stability import compare, sanity
 from examples.stability.arms import Arm, Setting
-from examples.stability.loop import TRAINERS_ACCURACY
+from examples.stability.loop import TRAINERS_ACCURACY, States
 from examples.stability.objective import CLIP, Batch, loss, prepare
 from examples.stability.picture import draw, smoothed
 from examples.stability.sweep import ROOT, Job, is_whole, sweep
@@ -170,16 +170,34 @@ def test_smoothing_takes_means_of_ten() -> None:
     assert smoothed({step: float(step) for step in range(20)}) == {9: 4.5, 19: 14.5}
 
 
+def test_a_run_goes_on_before_its_last_saved_trainer_and_only_its_own(tmp_path: Path) -> None:
+    states = States(tmp_path / "temperature-1.5-bf16-seed0.jsonl")
+    states.out.write_text("".join(json.dumps({"seed": 0, "step": step}) + "\n" for step in range(5)))
+    assert states.lines({"seed": 0}) == []
+    for step in (2, 4):
+        states.path(step).touch()
+    assert [json.loads(line)["step"] for line in states.lines({"seed": 0})] == [0, 1, 2, 3]
+    assert states.lines({"seed": 1}) == []
+    states.remove(but=2)
+    assert len(states.lines({"seed": 0})) == 2
+    states.remove()
+    assert states.steps() == [] and states.out.exists()
+
+
+def start(job: Job, out: Path, resume: bool = False) -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *job.command(out, resume)[1:]]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("precision", ["fp8-unified", pytest.param("int3-rollout", marks=pytest.mark.slow)])
 def test_a_real_run(precision: str, tmp_path: Path) -> None:
-    out = tmp_path / "run.jsonl"
     job = Job(arm=Arm(precision=precision, correction="tis"), seed=1, setting=Setting(steps=2, prompts=8, updates=2))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, *job.command(out)[1:]], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = start(job, tmp_path / "run.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert 0.1 < lines[0]["data"]["val-core/words/acc/mean@1"] < 0.6
     equal = [line["data"]["jetrl/bit_equal_fraction"] for line in lines[:2]]
@@ -190,3 +208,19 @@ def test_a_real_run(precision: str, tmp_path: Path) -> None:
         assert all(value < 1.0 for value in equal) and all(value > 0.01 for value in mean)
         # rounding to a few bits changes the accuracy even before the first step
         assert lines[0]["data"][TRAINERS_ACCURACY] != lines[0]["data"]["val-core/words/acc/mean@1"]
+
+
+@pytest.mark.e2e
+def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    setting = Setting(steps=3, prompts=4, updates=2, temperature=1.2, held_out=32, validate_every=3)
+    job = Job(arm=Arm(precision="fp8-unified"), seed=0, setting=setting)
+    undisturbed = start(job, out, resume=True)
+    assert States(out).steps() == [2]
+    kept = out.read_text().splitlines(keepends=True)[:3]
+    out.write_text("".join(kept)[:-20])  # stopped while it wrote step 2
+    resumed = start(job, out, resume=True)
+    assert [line["step"] for line in resumed] == [0, 1, 2, 3]
+    for before, after in zip(undisturbed, resumed, strict=True):
+        without_times = [{k: v for k, v in line["data"].items() if "timing" not in k} for line in (before, after)]
+        assert without_times[0] == without_times[1]
