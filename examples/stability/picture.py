@@ -77,7 +77,7 @@ def draw_proof(runs: Mapping[Job, Run], shown: str, pair: Sequence[Arm], path: P
             right.plot(place, fmean(rewards[len(rewards) // 2 :]), "o", color=looks[job.arm]["color"], alpha=0.7)
     left.set(title=f"score of the batches in “{shown}”, over four steps", xlabel="step")
     middle.set(title=f"mean |Δlogp| in “{shown}”", xlabel="step")
-    right.set(title="score of the last half of the batches, a dot a seed", xticks=range(len(titles)))
+    right.set(title="score of the last half of the batches, a dot a seed", xticks=range(len(titles)), xlim=(-1, len(titles)))
     right.set_xticklabels(titles, rotation=35, ha="right")
     for axis in (left, middle, right):
         axis.grid(alpha=0.25)
