@@ -109,7 +109,7 @@ stability: $(SELF)
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
 
-## GRPO on a pretrained model, one run after the other: hours (docs/proof.md)
+## GRPO on a pretrained model, one run after the other: hours (docs/stability.md)
 # goes on where it was stopped; ARGS=--fill writes the page
 proof: $(SELF) $(LEARNER)
 	$(QUIET) PYTHONPATH=$(abspath $(GYM)) $(PY) -m examples.stability.proof $(ARGS)

@@ -2,7 +2,7 @@
 
 Start it with ``make proof``. It trains what ``examples/smollm2/proof`` does not have yet, run by run, for as long as you let it:
 each completed run becomes a small file there, and a stopped command goes on at the step where the trainer was last saved.
-``--fill`` trains nothing: it writes the table and the picture of docs/proof.md from these files.
+``--fill`` trains nothing: it writes the table and the picture of docs/stability.md from these files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jetrl_patch.cli.report import Run, read_runs
 from scripts.fill_figures import figure, fill
 
 RECORDS = ROOT / "examples" / "smollm2" / "proof"
-PAGE, PICTURE = ROOT / "docs" / "proof.md", ROOT / "docs" / "assets" / "proof.png"
+PAGE, PICTURE = ROOT / "docs" / "stability.md", ROOT / "docs" / "assets" / "proof.png"
 SCORE = "critic/score/mean"
 HELD_OUT = "val-core/chain_sum/acc/mean@1"
 #: what a record keeps of a step, to five digits
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("outputs/proof"))
-    parser.add_argument("--fill", action="store_true", help="write docs/proof.md and train nothing")
+    parser.add_argument("--fill", action="store_true", help="write docs/stability.md and train nothing")
     args = parser.parse_args()
     console = wide_console()
     if args.fill:
