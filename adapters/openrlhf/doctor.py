@@ -53,7 +53,7 @@ def layout(args: Any, config: Config) -> Layout:
     stage = int(args.ds.zero_stage)
     ranks = max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // args.ds.tensor_parallel_size)
     return Layout(
-        trainer=f"ZeRO-{stage} over {ranks} ranks",
+        trainer=f"ZeRO-{stage} over {ranks} rank{'' if ranks == 1 else 's'}",
         weights=Shard(2.0, ranks if stage == 3 else 1),
         gradients=Shard(4.0 if args.ds.grad_accum_dtype == "fp32" else 2.0, ranks if stage >= 2 else 1),
         optimizer=Shard(4.0, ranks if stage >= 1 else 1),

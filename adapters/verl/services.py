@@ -70,7 +70,7 @@ def layout(verl_config: Any, config: Config) -> Layout:
     weights = everything or bool(select(f"{fsdp}.param_offload"))
     moments = everything or bool(select(f"{fsdp}.optimizer_offload"))
     return Layout(
-        trainer=f"{strategy} over {ranks} ranks",
+        trainer=f"{strategy} over {ranks} rank{'' if ranks == 1 else 's'}",
         weights=Shard(each, ranks),
         gradients=Shard(each, ranks),
         optimizer=Shard(0.0, ranks),
