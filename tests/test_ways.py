@@ -50,8 +50,8 @@ def visited() -> Iterator[list[str]]:
         return path.relative_to(ROOT).as_posix() if inside else ""
 
     def importing(frame: FrameType | None) -> bool:
-        while frame is not None:
-            if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
+        while frame is not None and frame.f_code is not walked.__code__:
+            if frame.f_code.co_name == "<module>":
                 return True
             frame = frame.f_back
         return False

@@ -47,7 +47,7 @@ HARMLESS = {
     "what an optimizer step writes; both sides get what it has written": """
         actor.adam.lr actor.adam.betas actor.adam.eps actor.adam.weight_decay actor.muon.lr actor.muon.momentum
         actor.muon.ns_steps actor.muon.nesterov actor.lr_scheduler actor.lr_warmup_ratio actor.min_lr_ratio actor.max_norm
-        ds.grad_accum_dtype ds.overlap_comm""",
+        ds.overlap_comm""",
     "forward again in the backward pass, with the same bits (tests/fp8/test_training.py)": """
         actor.gradient_checkpointing_enable actor.gradient_checkpointing_reentrant""",
     "where and when bytes are kept or gathered; a gathered weight has the bits of its parts": """
@@ -60,7 +60,6 @@ HARMLESS = {
     "torch's deterministic kernels, of which the plugin's operations need none": "train.full_determinism_enable",
     "how tensors travel; digests prove what arrives": "vllm.sync_backend",
     "a prefix whose keys and values are old is dropped at the end of a sync": "vllm.enable_prefix_caching",
-    "the size of the engine's cache": "vllm.gpu_memory_utilization",
     "samples that train nothing": "eval.temperature eval.n_samples_per_prompt eval.steps eval.split",
     "what is written and when; the record of the settings stands beside each of DeepSpeed's checkpoints": """
         ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem ckpt.best_metric_key""",

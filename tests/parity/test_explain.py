@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_patch import Config, ConfigError, JetrlError, ModelError
-from jetrl_patch.cli.parity import cli, explained
+from jetrl_patch.cli.parity import cli
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.measure.parity import OPS, PARTS, Job
 
@@ -77,6 +77,6 @@ def test_a_family_without_exact_mode(tmp_path: Path) -> None:
 
 
 def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explained, "is_installed", lambda name: name != "matplotlib")
+    monkeypatch.setattr(cli, "is_installed", lambda name: name != "matplotlib")
     with pytest.raises(JetrlError, match="--picture needs matplotlib, which is not installed"):
         cli.main(["--model", str(tmp_path), "--explain", "--picture", str(tmp_path / "a.png")])

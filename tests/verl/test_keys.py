@@ -34,6 +34,7 @@ UNIFIED = Config(precision="fp8-unified")
 MODES = [
     UNIFIED, UNIFIED.replace(align="linear"), UNIFIED.replace(measure_routes=True), UNIFIED.replace(correction="tis"),
     UNIFIED.replace(fp8_all_gather=True), UNIFIED.replace(optimizer_states="8bit"), UNIFIED.replace(old_log_probs="rollout"),
+    UNIFIED.replace(decode_graphs=False),
     Config(precision="fp8-rollout"), Config(precision="bf16"), Config(precision="fp16"),
 ]  # fmt: skip
 #: sections that a check reads as a whole, and refuses what it does not know there

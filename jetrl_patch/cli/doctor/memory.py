@@ -8,7 +8,6 @@ from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config
-from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.registry import Layout
 from jetrl_patch.trainer.preflight import built
 from jetrl_patch.trainer.rules import Memory
@@ -23,8 +22,6 @@ NOT_COUNTED = (
 
 #: bytes of AdamW's two moments per parameter
 _MOMENTS = {"fp32": 8.0, "8bit": 2.03, "fp8": 2.03}
-#: bytes of an FP8 weight with its FP32 scale per block of 128 x 128
-_FP8 = 1 + 4 / BLOCK**2
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,12 @@ def _held(model: _Model, layout: Layout, config: Config) -> tuple[float, str]:
 
 def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
     """Weights on one rank of an engine, a token's KV cache, and what is left for the cache of ``gpu`` bytes."""
+    from jetrl_patch.kernels.formats import BLOCK  # here, because it imports torch, which the doctor may have to report
+
     tp = layout.tensor_parallel
     small = model.quantized if config.quantized_rollout else 0
-    weights = (small * _FP8 + (model.parameters - small) * 2) / tp
+    fp8 = 1 + 4 / BLOCK**2  # with an FP32 scale per block
+    weights = (small * fp8 + (model.parameters - small) * 2) / tp
     how = f"1 byte x {_billions(small)} + 2 bytes x {_billions(model.parameters - small)}"
     yield Memory("rollout", "weights", weights, f"({how}) / {tp} ranks" if tp > 1 else how)
     each = 1 if config.kv_cache == "fp8" else 2
