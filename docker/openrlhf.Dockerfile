@@ -16,5 +16,5 @@ COPY . /opt/jetrl_patch
 RUN pip install --no-cache-dir -e /opt/jetrl_patch
 
 # fails here, not in a run, if the image holds a version that is not supported
-RUN jetrl status
+RUN jetrl doctor --status
 CMD ["bash"]

@@ -85,10 +85,6 @@ class Record:
             found[title] += self.rows.get(piece, ())
         return found
 
-    def complete_in(self, title: str) -> bool:
-        """Whether all pieces of a table were measured."""
-        return all(piece in self.rows for piece, its in self.planned.items() if its == title)
-
     def other(self, here: dict[str, str]) -> str:
         """In what this environment differs from that of the rows; "" if they may be joined."""
         keys = [key for key in {**self.environment, **here} if self.environment.get(key) != here.get(key) and key != "commit"]

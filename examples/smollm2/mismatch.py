@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import processor
+from benchmarks.harness import markdown
 from examples.smollm2 import LEARNER, task
 from examples.words import CHECKPOINT
 from jetrl_patch.cli.parity.run import run_mode
+from jetrl_patch.cli.report.charts import LIGHT
 from jetrl_patch.measure.parity import Job, choose
 from jetrl_patch.progress import Display
 from scripts.fill_figures import ROOT, fill, versions
@@ -43,10 +45,10 @@ PASSAGES = BUILD / "smollm2-passages.jsonl"
 CONTEXTS = {64: (64, 1024, 8), 3840: (256, 512, 2)}
 #: (precision, align) -> column and colour
 MODES = {
-    ("bf16", "none"): ("`bf16`", "#0072b2"),
-    ("fp8-rollout", "none"): ("`fp8-rollout`", "#d55e00"),
-    ("fp8-unified", "linear"): ('`align="linear"`', "#a83a86"),
-    ("fp8-unified", "exact"): ('`align="exact"`', "#007d5c"),
+    ("bf16", "none"): ("`bf16`", LIGHT[0]),
+    ("fp8-rollout", "none"): ("`fp8-rollout`", LIGHT[1]),
+    ("fp8-unified", "linear"): ('`align="linear"`', LIGHT[3]),
+    ("fp8-unified", "exact"): ('`align="exact"`', LIGHT[2]),
 }
 
 
@@ -161,10 +163,13 @@ def grouped(results: Sequence[dict[str, Any]], part: str) -> Rows:
 
 def table(first: str, rows: Rows) -> str:
     """Per point: the mean of the sampled tokens' log-probs under BF16, and each mode's mean |Δ|, its standard error and k3 KL."""
-    lines = [_row(first, "mean log-prob", *(name for name, _ in MODES.values())), _row(*["---"] * (2 + len(MODES)))]
-    for point, modes in rows.items():
-        lines.append(_row(point, f"{modes['bf16', 'none']['logp_mean']:.2f}", *(_cell(modes[mode]) for mode in MODES)))
-    return "\n".join(lines)
+    return markdown(
+        [
+            {first: point, "mean log-prob": f"{modes['bf16', 'none']['logp_mean']:.2f}"}
+            | {name: _cell(modes[mode]) for mode, (name, _) in MODES.items()}
+            for point, modes in rows.items()
+        ]
+    ).rstrip()
 
 
 def _cell(result: dict[str, Any]) -> str:
@@ -173,17 +178,16 @@ def _cell(result: dict[str, Any]) -> str:
     return f"{result['logp_abs_diff_mean']:.4f} ± {result['standard_error']:.4f}, KL {result['k3_kl']:.2g}"
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def blocks_table(result: dict[str, Any]) -> str:
     """The relative difference of hidden states to the exact ones behind some blocks of the whole model, per trainer."""
-    places = [1, *CUTS, 30]
-    lines = [_row("trainer of an exact rollout", *(f"block {block}" for block in places)), _row(*["---"] * (1 + len(places)))]
-    for name, step in zip(("BF16, as for `fp8-rollout`", 'FP8 linears, as `align="linear"`'), result["steps"], strict=False):
-        lines.append(_row(name, *(f"{step['depth'][block - 1]:.2%}" for block in places)))
-    return "\n".join(lines)
+    names = ("BF16, as for `fp8-rollout`", 'FP8 linears, as `align="linear"`')
+    return markdown(
+        [
+            {"trainer of an exact rollout": name}
+            | {f"block {block}": f"{step['depth'][block - 1]:.2%}" for block in (1, *CUTS, 30)}
+            for name, step in zip(names, result["steps"], strict=False)
+        ]
+    ).rstrip()
 
 
 def draw(depth: Rows, context: Rows) -> None:

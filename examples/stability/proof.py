@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.harness import markdown
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm, Setting
 from examples.stability.loop import TRAINERS_ACCURACY
@@ -49,7 +50,7 @@ BASE = Setting(
     task="smollm2", steps=10, learning_rate=3e-5, prompts=2, group=8, updates=2, response_tokens=32, validate_every=10,
     held_out=64,
 )  # fmt: skip
-#: the base and what differs from it, one lever at a time
+#: the base and what differs from it: one lever, but several in ``updates-4`` and ``one-question``
 SETTINGS = {
     "base": BASE,
     "lr-1e-4": replace(BASE, learning_rate=1e-4),
@@ -164,13 +165,13 @@ def spread(by_seed: Mapping[int, float]) -> str:
 def settings_table() -> str:
     """What each setting changes, in Markdown."""
     base = BASE.changed()
-    lines = ["| setting | what differs from `base` |", "| --- | --- |"]
+    rows = []
     for title, setting in SETTINGS.items():
         changed = {name: value for name, value in setting.changed().items() if base.get(name) != value}
         changed |= {name: getattr(setting, name) for name in base if name not in setting.changed()}
         words = (f"`{name}` {value:g}" if isinstance(value, float) else f"`{name}` {value}" for name, value in changed.items())
-        lines.append(f"| `{title}` | {', '.join(words) or '–'} |")
-    return "\n".join(lines)
+        rows.append({"setting": f"`{title}`", "what differs from `base`": ", ".join(words) or "–"})
+    return markdown(rows).rstrip()
 
 
 def write_page(page: Path = PAGE, picture: Path = PICTURE) -> None:

@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -282,10 +282,6 @@ class Job:
     def promises_equality(self) -> bool:
         """Whether a difference in this mode is a failure."""
         return self.config.exact
-
-    def with_config(self, config: Config) -> Job:
-        """The same job in another mode."""
-        return replace(self, config=config)
 
 
 def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:
