@@ -21,10 +21,12 @@ from typing import Any
 from benchmarks.__main__ import processor
 from benchmarks.harness import markdown
 from examples.smollm2 import LEARNER, task
+from examples.stability.arms import Arm, Setting
+from examples.stability.sweep import Job, sweep, wide_console
 from examples.words import CHECKPOINT
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.cli.report.charts import LIGHT
-from jetrl_patch.measure.parity import Job, choose
+from jetrl_patch.measure import parity
 from jetrl_patch.progress import Display
 from scripts.fill_figures import ROOT, fill, versions
 
@@ -42,7 +44,23 @@ CUTS = (2, 5, 10, 20)
 #: passages of Python's own documentation
 PASSAGES = BUILD / "smollm2-passages.jsonl"
 #: tokens of a prompt -> tokens of a response, of all responses, and responses at a time. The longest takes minutes per mode
-CONTEXTS = {64: (64, 1024, 8), 3840: (256, 512, 2)}
+CONTEXTS = {
+    64: (64, 1024, 8),
+    256: (64, 1024, 8),
+    1024: (64, 1024, 8),
+    2048: (128, 1024, 4),
+    3840: (256, 512, 2),
+}
+#: GRPO from the warm start in exact mode: the policy after each of these steps is a state of training
+AFTER = (20, 100)
+GRPO = Job(
+    arm=Arm(precision="fp8-unified"),
+    seed=0,
+    setting=Setting(
+        task="smollm2", steps=100, learning_rate=1e-5, prompts=2, group=8, response_tokens=32, validate_every=20, held_out=64
+    ),
+    export=BUILD / "smollm2-grpo",
+)
 #: (precision, align) -> column and colour
 MODES = {
     ("bf16", "none"): ("`bf16`", LIGHT[0]),
@@ -66,9 +84,9 @@ class Point:
     batch: int = 32
     explain: bool = False
 
-    def jobs(self) -> Iterator[Job]:
-        for config in choose([], ["exact"] if self.explain else []):
-            yield Job(
+    def jobs(self) -> Iterator[parity.Job]:
+        for config in parity.choose([], ["exact"] if self.explain else []):
+            yield parity.Job(
                 model=str(self.model),
                 config=config,
                 prompts=None if self.prompts is None else str(self.prompts),
@@ -81,11 +99,11 @@ class Point:
             )
 
 
-def points(trained: Path | None) -> list[Point]:
-    """All points. ``trained`` is a checkpoint of a run of ``make demo MODEL=smollm2``, if there is one."""
+def points() -> list[Point]:
+    """All points."""
+    assert GRPO.export is not None
     states = {"as it comes": SMOLLM2, "after the warm start": LEARNER}
-    if trained is not None:
-        states["after GRPO"] = trained
+    states |= {f"after {steps} steps of GRPO": GRPO.export / str(steps) for steps in AFTER}
     return [
         Point("depth", "toy, 4", CHECKPOINT),
         *(Point("depth", str(layers), BUILD / f"smollm2-{layers}-layers") for layers in CUTS),
@@ -98,6 +116,13 @@ def points(trained: Path | None) -> list[Point]:
             for prompt, (length, tokens, batch) in CONTEXTS.items()
         ),
     ]
+
+
+def train() -> None:
+    """Train the policies of ``AFTER``, once; goes on where it was interrupted."""
+    assert GRPO.export is not None
+    if not (GRPO.export / str(GRPO.setting.steps)).exists():
+        sweep([GRPO], GRPO.export, wide_console(), resume=True)
 
 
 def prepare() -> None:
@@ -232,12 +257,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["depth", "blocks", "context", "training"]
     parser.add_argument("--part", choices=parts, help="measure this part alone, and write no page")
-    parser.add_argument("--trained", type=Path, metavar="DIR", help="a checkpoint after GRPO, a further state of training")
     parser.add_argument("--again", action="store_true", help="forget what was measured before")
     args = parser.parse_args()
     if args.again:
         shutil.rmtree(RESULTS, ignore_errors=True)
-    wanted = [point for point in points(args.trained) if args.part in (None, point.part)]
+    wanted = [point for point in points() if args.part in (None, point.part)]
+    if args.part in (None, "training"):
+        train()
     with Display("mismatch") as progress:
         progress.stage("cutting the model")
         prepare()

@@ -89,12 +89,16 @@ class States:
         return lines if all(identity.items() <= json.loads(line).items() for line in lines) else []
 
 
-def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit, first_step: int = 0, states: States | None = None) -> None:
+def run(
+    arm: Arm, setting: Setting, *, seed: int, emit: Emit, first_step: int = 0, states: States | None = None,
+    export: Path | None = None,
+) -> None:
     """Train; ``emit`` receives every step's metrics under verl's names.
 
     Args:
         first_step: the step to go on with, from the trainer that was saved before it.
         states: where the trainer is saved, every ``SAVE_EVERY`` steps.
+        export: at each validation, ``export/<step>`` becomes a Hugging Face checkpoint of the policy.
     """
     import torch
 
@@ -142,6 +146,9 @@ def run(arm: Arm, setting: Setting, *, seed: int, emit: Emit, first_step: int = 
         metrics: dict[str, Any] = {}
         if step % setting.validate_every == 0 or step == setting.steps:
             metrics |= validate()
+            if export is not None:
+                policy.export(export / str(step))
+                questions.tokenizer.save_pretrained(export / str(step))
         if step == setting.steps:
             emit(step, metrics)
             return
@@ -189,6 +196,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true", help="save the trainer, and go on from the one that was saved")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write the policy at each validation, to DIR/<step>")
     hints = get_type_hints(Setting)
     for field in fields(Setting):
         kind = Path if field.name == "pool" else hints[field.name]
@@ -217,7 +225,7 @@ def main() -> None:
             file.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
             file.flush()
 
-        run(arm, setting, seed=args.seed, emit=emit, first_step=len(lines), states=states)
+        run(arm, setting, seed=args.seed, emit=emit, first_step=len(lines), states=states, export=args.export)
 
 
 if __name__ == "__main__":

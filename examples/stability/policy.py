@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,13 @@ class Policy:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self._install()
+
+    def export(self, folder: Path) -> None:
+        """Write the compute weights to ``folder`` as a Hugging Face checkpoint, which appears there at once."""
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        self.model.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
 
     @torch.no_grad()
     def _install(self) -> None:

@@ -24,12 +24,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of one arm; ``title`` names its setting where a sweep has several."""
+    """One run of one arm.
+
+    Attributes:
+        title: names the setting where a sweep has several.
+        export: the folder that gets the policy at each validation, as in ``loop.run``.
+    """
 
     arm: Arm
     seed: int
     setting: Setting
     title: str = ""
+    export: Path | None = None
 
     @property
     def slug(self) -> str:
@@ -39,6 +45,7 @@ class Job:
         return [
             sys.executable, "-m", "examples.stability.loop", *self.arm.arguments(), "--seed", str(self.seed),
             "--out", str(out), *self.setting.arguments(), *["--resume"] * resume,
+            *([] if self.export is None else ["--export", str(self.export)]),
         ]  # fmt: skip
 
 
