@@ -313,7 +313,7 @@ def page() -> str:
     bf16, fp8 = (rollout(NETS[0], way, load, H100, 1) for way in (WAYS[0], WAYS[2]))
     tables = {"steps": table(NETS, WAYS, LOADS, H100), "known": _known(), "parts": _parts()}
     texts = {"gathered": f"{gathered(8):.0f}", "load": f"{load.samples} samples of {load.prompt}", "alone": f"{bf16 / fp8:.2f}"}
-    return filled(PAGE, texts | {name: markdown(list(rows)) for name, rows in tables.items()})
+    return filled(PAGE.read_text(), texts | {name: markdown(list(rows)) for name, rows in tables.items()})
 
 
 def _known() -> list[Row]:

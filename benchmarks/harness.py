@@ -1,9 +1,10 @@
-"""What all benchmarks share: interleaved timing, tables for the screen and for pages, and the command line."""
+"""What all benchmarks share: interleaved timing, memory, tables on the screen and in pages, the command line."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ Row = dict[str, Any]
 
 
 def best_of(functions: Mapping[str, Callable[[], object]], seconds: float = 0.3, rounds: int = 7) -> dict[str, float]:
-    """Seconds per call: the best of ``rounds`` rounds, in each of which every function runs for about ``seconds / rounds``.
+    """Best seconds per call over ``rounds`` rounds. Each function runs for about ``seconds / rounds`` per round.
 
-    Candidate and baseline take turns, so that a busy machine slows both. This is process time (all threads), so other programs
-    on the machine do not count.
+    The functions take turns, because a busy machine then slows all of them. Process time of all threads counts; other programs
+    do not.
     """
     repeats = {}
     for name, function in functions.items():
@@ -42,7 +43,7 @@ def shown(value: object) -> str:
 
 
 def markdown(rows: Sequence[Row], title: str = "", note: str = "") -> str:
-    """One table as Markdown under its title and note, either of which may be missing, as rows and columns may."""
+    """A Markdown table with an optional title and note. Rows may lack columns."""
     lines = [line for text in (f"## {title}" if title else "", note.replace("|", "/")) if text for line in (text, "")]
     if rows:
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -52,7 +53,7 @@ def markdown(rows: Sequence[Row], title: str = "", note: str = "") -> str:
 
 
 def show(title: str, rows: Iterable[Row]) -> list[Row]:
-    """Print one table, and return its rows."""
+    """Print a table; return its rows."""
     from rich.console import Console
     from rich.table import Table
 
@@ -65,32 +66,45 @@ def show(title: str, rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def filled(page: Path, texts: Mapping[str, str]) -> str:
-    """A page with each text between its marks, ``<!-- name -->`` and ``<!-- /name -->``: a block, or within a sentence.
+def filled(page: str, texts: Mapping[str, str]) -> str:
+    """The page with each text between its marks, ``<!-- name -->`` and ``<!-- /name -->``: as a block, or within a sentence.
 
     Raises:
         ValueError: the page lacks a mark.
     """
-    found = page.read_text()
     for name, text in texts.items():
         first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if not 0 <= found.find(first) < found.find(last):
-            raise ValueError(f"{page}: required {first} and {last} behind it, found them not")
-        before, _, rest = found.partition(first)
-        lines = "\n\n" if "\n" in text else ""
-        found = f"{before}{first}{lines}{text.strip()}{lines}{last}{rest.partition(last)[2]}"
-    return found
+        if not 0 <= page.find(first) < page.find(last):
+            raise ValueError(f"the page needs the marks {first} and {last}, in this order, and lacks one. Add it.")
+        before, _, rest = page.partition(first)
+        line = "\n" if "\n" in text else ""
+        page = f"{before}{first}{line}{text.strip()}{line}{last}{rest.partition(last)[2]}"
+    return page
+
+
+def extra_memory(run: Callable[[], object]) -> int:
+    """Run it; return by how many bytes the memory of this process grew at most (Linux)."""
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+    run()
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def asked_to_write(about: str | None, page: Path) -> bool:
-    """Whether the command line says ``--write``, which is its only option."""
+    """Whether the command line has ``--write``, its only option."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--write", action="store_true", help=f"write {page}")
     return bool(parser.parse_args().write)
 
 
 def main(*benchmarks: Callable[..., Iterable[Row]]) -> None:
-    """Run one of these functions, chosen by its name, and print its rows as Markdown. Its parameters are options."""
+    """Run the function that the command line names, and print its rows as Markdown. Its parameters are the options."""
     caller = inspect.getmodule(benchmarks[0])
     parser = argparse.ArgumentParser(description=caller.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART") if len(benchmarks) > 1 else None

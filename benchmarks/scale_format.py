@@ -128,7 +128,7 @@ def scale_formats(steps: int = 600, seeds: int = 2, tokens: int = 4000) -> list[
         f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
         f"Command: `python -m benchmarks.scale_format --steps {steps} --seeds {seeds} --tokens {tokens}`."
     )
-    PAGE.write_text(filled(PAGE, {"scale-formats": f"{markdown(rows)}\n{ran}"}))
+    PAGE.write_text(filled(PAGE.read_text(), {"scale-formats": f"{markdown(rows)}\n{ran}"}))
     return rows
 
 

@@ -1,7 +1,7 @@
 """Write the tables of ``docs/configuration.md`` from the settings, the environment variables, verl's presets and the patches.
 
-Run: ``python scripts/fill_configuration.py``. Tables go between ``<!-- name -->`` and ``<!-- /name -->``. A test compares
-them with this script's output.
+Run: ``python -m scripts.fill_configuration``. Tables go between ``<!-- name -->`` and ``<!-- /name -->``. A test compares them
+with this script's output.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks.harness import filled
 from jetrl_patch import session
 from jetrl_patch.adapters.verl.preset import PRESETS
 from jetrl_patch.config import SETTINGS, Config, environment
@@ -17,7 +18,7 @@ from jetrl_patch.config.fields import GROUPS, Setting
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
-#: together they have every fix
+#: between them these apply every fix
 _FIXED = (Config(precision="bf16", correction="mis", platform="cpu", upstream_fixes=True), Config(platform="cpu"))
 
 _HEAD = (
@@ -68,7 +69,7 @@ def presets() -> str:
 
 
 def fixes() -> str:
-    """The fixes for other projects' bugs; those for one reason in one row."""
+    """The fixes for bugs of other projects. Fixes with one reason share a row."""
     found: dict[tuple[str, ...], dict[str, None]] = {}
     for patch in (patch for config in _FIXED for patch in session.preview(config)):
         if patch.fixes:
@@ -80,20 +81,15 @@ def fixes() -> str:
 
 
 def _thread(upstream: str) -> str:
-    """A link as ``[vllm#8933](…)``; other text as it is."""
+    """A link as ``[vllm#8933](…)``; any other text unchanged."""
     match = re.fullmatch(r"https://github\.com/[\w-]+/([\w-]+)/(?:issues|pull)/(\d+)", upstream)
     return upstream if match is None else f"[{match[1]}#{match[2]}]({upstream})"
 
 
-def filled(text: str) -> str:
+def page(text: str) -> str:
     """The page with its tables rewritten."""
-    tables = {"options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes()}
-    for name, table in tables.items():
-        pattern = rf"<!-- {name} -->.*?<!-- /{name} -->"
-        assert len(re.findall(pattern, text, flags=re.DOTALL)) == 1, name
-        text = re.sub(pattern, lambda _, n=name, t=table: f"<!-- {n} -->\n{t}\n<!-- /{n} -->", text, flags=re.DOTALL)
-    return text
+    return filled(text, {"options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes()})
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    PAGE.write_text(page(PAGE.read_text()))

@@ -24,7 +24,7 @@ def script() -> dict[str, Any]:
 
 
 def test_the_tables_are_those_of_the_code(script: dict[str, Any]) -> None:
-    assert script["filled"](TEXT) == TEXT, "run: python scripts/fill_configuration.py"
+    assert script["page"](TEXT) == TEXT, "run: python -m scripts.fill_configuration"
 
 
 def test_every_setting_is_there_with_its_variable_its_key_and_its_meaning(script: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def page(found: dict[str, list[Row]]) -> str:
         "batch": f"{TOKENS} tokens in sequences of {LENGTH}",
         "tables": "\n".join(markdown(rows, title) for title, rows in found.items()),
     }
-    return filled(PAGE, texts)
+    return filled(PAGE.read_text(), texts)
 
 
 def main() -> None:

@@ -155,4 +155,4 @@ def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
         "state": "" if measured else "**Not measured yet:** no figure of this project comes from a GPU.",
         "parts": markdown(rows, note=f"{ESTIMATED} A command of a part that needs several is given again."),
     }
-    (folder / "index.md").write_text(filled(INDEX, texts))
+    (folder / "index.md").write_text(filled(INDEX.read_text(), texts))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import processor
-from benchmarks.harness import markdown
+from benchmarks.harness import filled, markdown
 from examples.smollm2 import LEARNER, task
 from examples.stability.arms import Arm, Setting
 from examples.stability.sweep import Job, sweep, wide_console
@@ -28,7 +28,7 @@ from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.cli.report.charts import LIGHT
 from jetrl_patch.measure import parity
 from jetrl_patch.progress import Display
-from scripts.fill_figures import ROOT, fill, versions
+from scripts.fill_figures import ROOT, versions
 
 BUILD = ROOT / "build"
 SMOLLM2 = BUILD / "smollm2"
@@ -237,7 +237,7 @@ def draw(depth: Rows, context: Rows) -> None:
     figure.savefig(PICTURE, dpi=120)
 
 
-def filled(text: str, results: Sequence[dict[str, Any]]) -> str:
+def page(text: str, results: Sequence[dict[str, Any]]) -> str:
     """The text of the page with its tables."""
     depth, training, context = (grouped(results, part) for part in ("depth", "training", "context"))
     first = results[0]
@@ -248,9 +248,7 @@ def filled(text: str, results: Sequence[dict[str, Any]]) -> str:
         "training": table("state: prompts", {"as it comes: prose": depth["30, all"], **training}),
         "versions": f"{first['processor']}, two cores; {versions(first['versions'])}.",
     }
-    for name, content in tables.items():
-        text = fill(text, f"mismatch-{name}", content)
-    return text
+    return filled(text, {f"mismatch-{name}": content for name, content in tables.items()})
 
 
 def main() -> None:
@@ -271,7 +269,7 @@ def main() -> None:
     if args.part is None:
         results = [json.loads(_file(point, job.label).read_text()) for point in wanted for job in point.jobs()]
         FIGURES.write_text(json.dumps(results, indent=1) + "\n")
-        PAGE.write_text(filled(PAGE.read_text(), results))
+        PAGE.write_text(page(PAGE.read_text(), results))
         draw(grouped(results, "depth"), grouped(results, "context"))
 
 

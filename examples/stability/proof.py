@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.harness import markdown
+from benchmarks.harness import filled, markdown
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm, Setting
 from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.picture import draw_proof
 from examples.stability.sweep import ROOT, Job, is_whole, sweep, wide_console
 from jetrl_patch.cli.report import Run, read_runs
-from scripts.fill_figures import figure, fill
+from scripts.fill_figures import figure
 
 RECORDS = ROOT / "examples" / "smollm2" / "proof"
 PAGE, PICTURE = ROOT / "docs" / "stability.md", ROOT / "docs" / "assets" / "proof.png"
@@ -177,7 +177,7 @@ def settings_table() -> str:
 def write_page(page: Path = PAGE, picture: Path = PICTURE) -> None:
     """Write the tables and the picture of the page from the records; its curves are of the setting with the most runs."""
     runs = kept()
-    text = fill(fill(page.read_text(encoding="utf-8"), "proof-settings", settings_table()), "proof-table", table(runs))
+    text = filled(page.read_text(encoding="utf-8"), {"proof-settings": settings_table(), "proof-table": table(runs)})
     page.write_text(text, encoding="utf-8")
     ((most, _),) = Counter(job.title for job in runs).most_common(1)
     draw_proof(runs, most, (EXACT, ROLLOUT), picture)

@@ -28,15 +28,19 @@ def test_a_table_may_lack_rows_and_columns():
     assert harness.markdown([], "T") == "## T\n\n"
 
 
-def test_what_is_between_marks_is_replaced(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("It is <!-- a -->old<!-- /a -->.\n\n<!-- b --><!-- /b -->\n")
-    found = harness.filled(page, {"a": "new", "b": "| x |\n| y |\n"})
-    assert found == "It is <!-- a -->new<!-- /a -->.\n\n<!-- b -->\n\n| x |\n| y |\n\n<!-- /b -->\n"
-    page.write_text(found)
-    assert harness.filled(page, {"a": "new", "b": "| x |\n| y |\n"}) == found
-    with pytest.raises(ValueError, match="required <!-- c -->"):
-        harness.filled(page, {"c": "x"})
+def test_what_is_between_marks_is_replaced():
+    texts = {"a": "new", "b": "| x |\n| y |\n"}
+    found = harness.filled("It is <!-- a -->old<!-- /a -->.\n\n<!-- b --><!-- /b -->\n", texts)
+    assert found == "It is <!-- a -->new<!-- /a -->.\n\n<!-- b -->\n| x |\n| y |\n<!-- /b -->\n"
+    assert harness.filled(found, texts) == found
+    for page in ("no mark", "<!-- a -->", "<!-- /a --><!-- a -->"):
+        with pytest.raises(ValueError, match="needs the marks <!-- a --> and <!-- /a -->"):
+            harness.filled(page, {"a": "x"})
+
+
+def test_memory_that_a_call_takes_is_its_peak():
+    size = 64 << 20
+    assert harness.extra_memory(lambda: bytearray(size)) > size // 2
 
 
 def first(count: int = 2, name: str = "n"):

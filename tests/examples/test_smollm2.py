@@ -183,8 +183,8 @@ def test_its_packages_replace_none_of_the_main_environment() -> None:
 
 def test_the_page_on_the_mismatch_has_the_committed_figures() -> None:
     results = json.loads(mismatch.FIGURES.read_text())
-    page = mismatch.PAGE.read_text()
-    assert mismatch.filled(page, results) == page
+    text = mismatch.PAGE.read_text()
+    assert mismatch.page(text, results) == text
     exact = [result for result in results if result["align"] == "exact"]
     assert len(exact) > 10 and all(result["logp_abs_diff_max"] == 0 and result["bit_equal_fraction"] == 1 for result in exact)
 
