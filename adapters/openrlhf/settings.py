@@ -14,7 +14,6 @@ from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, visio
 from jetrl_patch.adapters.openrlhf.state import START, WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
-from jetrl_patch.config.checks import CLASSES, MODULE, check_installed
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
 from jetrl_patch.trainer import rules
@@ -22,8 +21,11 @@ from jetrl_patch.trainer.precision import at_smallest, scales_loss
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import (
     MARK,
+    OPTIMIZER_MODULE,
+    OPTIMIZERS,
     Rule,
     broken,
+    check_torchao,
     is_set,
     more_than_one,
     other_than,
@@ -89,7 +91,7 @@ def _maker(states: str, options: dict[str, Any]) -> Callable[[Any], Any]:
     def make(parameters: Any) -> Any:
         import importlib
 
-        return getattr(importlib.import_module(MODULE), CLASSES[states])(parameters, **options)
+        return getattr(importlib.import_module(OPTIMIZER_MODULE), OPTIMIZERS[states])(parameters, **options)
 
     return make
 
@@ -263,7 +265,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from startup.abandoned()
     rules = RULES
     if config.optimizer_states != "fp32":
-        yield from raised(lambda: check_installed(config.optimizer_states))
+        yield from raised(lambda: check_torchao(config.optimizer_states))
         rules += OPTIMIZER_RULES
 
     def select(path: str) -> Any:

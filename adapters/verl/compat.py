@@ -6,8 +6,7 @@ import functools
 
 from packaging.version import Version
 
-from jetrl_patch.patching.guards import installed_version
-from jetrl_patch.patching.patch import Difference
+from jetrl_patch.patching.guards import Difference, installed_version
 
 _TEMPERATURE = Difference(
     "verl.workers.engine.fsdp.transformer_impl._scale_logits_by_temperature",

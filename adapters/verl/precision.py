@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch import registry
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, REF, ROLLOUT, Select, named
 from jetrl_patch.config import Config
-from jetrl_patch.config.checks import CLASSES, MODULE, check_installed, check_options
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.trainer.precision import GROWTH_INTERVAL, scales_loss
-from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
+from jetrl_patch.trainer.rules import (
+    OPTIMIZER_MODULE,
+    OPTIMIZER_OPTIONS,
+    OPTIMIZERS,
+    Rule,
+    broken,
+    check_torchao,
+    is_set,
+    other_than,
+    positive,
+    raised,
+)
 
 if TYPE_CHECKING:
     from jetrl_patch.sync.send import SyncStats
@@ -188,10 +198,7 @@ def optimizer_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     states = config.optimizer_states
     if states == "fp32":
         return
-    try:
-        check_installed(states)
-    except JetrlError as error:
-        yield error
+    yield from raised(lambda: check_torchao(states))
     for section in _sections(select):
         strategy = select(f"{section}.strategy")
         if strategy not in _STRATEGIES:
@@ -200,15 +207,16 @@ def optimizer_problems(select: Select, config: Config) -> Iterator[JetrlError]:
             yield ConfigError(explain(what, required=required, found=repr(strategy), fix=fix))
             continue
         chosen = (select(f"{section}.optim.optimizer_impl"), select(f"{section}.optim.optimizer"))
-        if chosen not in ((None, None), ("torch.optim", "AdamW"), (MODULE, CLASSES[states])):
+        if chosen not in ((None, None), ("torch.optim", "AdamW"), (OPTIMIZER_MODULE, OPTIMIZERS[states])):
             what, required = f"{named(section)}.optim with optimizer_states={states!r}", "verl's default, torch.optim.AdamW"
             fix = "remove optimizer and optimizer_impl, or leave optimizer_states at 'fp32'"
             yield ConflictError(explain(what, required=required, found=".".join(map(str, chosen)), fix=fix))
-        options = select(f"{section}.optim.override_optimizer_config")
-        try:
-            check_options(states, options or {}, named(f"{section}.optim.override_optimizer_config"))
-        except JetrlError as error:
-            yield error
+        path = f"{section}.optim.override_optimizer_config"
+        strange = sorted(set(select(path) or {}) - set(OPTIMIZER_OPTIONS))
+        if strange:
+            required = f"options of torchao's AdamW ({', '.join(OPTIMIZER_OPTIONS)})"
+            what = f"{named(path)} with optimizer_states={states!r}"
+            yield ConfigError(explain(what, required=required, found=", ".join(strange), fix="remove them"))
 
 
 def optimizer_wanted(select: Select, config: Config) -> Mapping[str, Any]:
@@ -217,8 +225,8 @@ def optimizer_wanted(select: Select, config: Config) -> Mapping[str, Any]:
         return {}
     found = {}
     for section in _sections(select):
-        found[f"{section}.optim.optimizer_impl"] = MODULE
-        found[f"{section}.optim.optimizer"] = CLASSES[config.optimizer_states]
+        found[f"{section}.optim.optimizer_impl"] = OPTIMIZER_MODULE
+        found[f"{section}.optim.optimizer"] = OPTIMIZERS[config.optimizer_states]
     return found
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from jetrl_patch.errors import ModelError, VersionError, explain
-from jetrl_patch.patching.guards import installed_version
-from jetrl_patch.patching.patch import Difference
+from jetrl_patch.patching.guards import Difference, installed_version
 
 if TYPE_CHECKING:
     import torch

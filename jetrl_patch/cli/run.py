@@ -16,7 +16,8 @@ from typing import Any
 from jetrl_patch import registry
 from jetrl_patch.config import SETTINGS, environment
 from jetrl_patch.config.arguments import FLAG, PROGRAMS, Launch, split
-from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH, written
+from jetrl_patch.config.environment import written
+from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.guards import module_exists
 

@@ -1,4 +1,4 @@
-"""The only reader of ``JETRL_*`` environment variables. Nothing is read at import.
+"""The settings as text, and the only reader of the ``JETRL_*`` environment variables. Nothing is read at import.
 
 The variables are derived from the table of settings (``jetrl_patch/config/fields.py``).
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from jetrl_patch.config.fields import PREFIX, SETTINGS, read_switch
 from jetrl_patch.errors import ConfigError, unknown
 
 __all__ = [
-    "FIELDS", "MACHINE", "PREFIX", "SWITCH", "VARIABLES", "by_field", "check_names", "opted_in", "read_fields",
-    "read_variable", "switched_off", "without_settings",
+    "FIELDS", "MACHINE", "PREFIX", "SWITCH", "VARIABLES", "by_field", "check_names", "from_text", "opted_in", "read_fields",
+    "read_variable", "switched_off", "without_settings", "written",
 ]  # fmt: skip
 
 SWITCH = f"{PREFIX}ENABLED"
@@ -32,6 +33,22 @@ VARIABLES = {
     **{found.variable: f"Config.{name}{found.note}" for name, found in SETTINGS.items()},
     **MACHINE,
 }
+
+
+def written(value: object) -> str:
+    """The value of a field as text that its form can read; empty for ``None``."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(map(written, value))
+    if isinstance(value, bool):
+        return str(int(value))
+    return value if isinstance(value, str) else repr(value)
+
+
+def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
+    """Parse fields of ``Config`` from text, as in environment variables. Raises ConfigError for malformed text."""
+    return {name: SETTINGS[name].form.read(SETTINGS[name].variable, text) for name, text in fields.items()}
 
 
 def by_field(variables: Mapping[str, str]) -> dict[str, str]:
@@ -63,9 +80,7 @@ def switched_off(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def check_names(environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError for unknown ``JETRL_*`` names: a misspelt variable must not be ignored, least of all the one that
-    would have enabled the plugin.
-    """
+    """Raise ConfigError for unknown ``JETRL_*`` names. A misspelled variable may be the one meant to enable the plugin."""
     env = os.environ if environ is None else environ
     wrong = sorted(name for name in env if name.startswith(PREFIX) and name not in VARIABLES)
     if wrong:
@@ -85,6 +100,6 @@ def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def read_variable(name: str, default: str = "", environ: Mapping[str, str] | None = None) -> str:
     """The value of a variable in ``VARIABLES`` that is not a field of ``Config``, or the default."""
     if name not in VARIABLES:
-        raise ConfigError(f"{name} is not a variable of jetrl_patch. To read it, add it to config/environment.py first.")
+        raise ConfigError(f"{name} is not a variable of jetrl_patch. To read it, first add it to config/environment.py.")
     env = os.environ if environ is None else environ
     return env.get(name, "").strip() or default

@@ -1,9 +1,9 @@
-"""The settings: each one is defined here, with its group, default, choices, description and text form."""
+"""The table of settings: for each one its group, default, choices, description and text form."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,8 +12,8 @@ from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Pr
 from jetrl_patch.errors import ConfigError
 
 __all__ = [
-    "AUTO_SWITCH", "BOUNDS", "FIRST", "GROUPS", "NUMBER", "PATTERNS", "PREFIX", "SECONDS", "SETTINGS", "SWITCH", "WHOLE", "WORD",
-    "Fields", "Form", "Setting", "from_text", "read_switch", "setting", "settings_of", "written",
+    "AUTO_SWITCH", "FIRST", "GROUPS", "PREFIX", "SETTINGS", "SWITCH", "WORD", "Fields", "Form", "Setting", "read_switch",
+    "setting",
 ]  # fmt: skip
 
 
@@ -38,17 +38,6 @@ class Form:
     read: Callable[[str, str], Any]
     note: str = ""
     example: str = "…"
-
-
-def written(value: object) -> str:
-    """The value of a field as text that its form can read; empty for ``None``."""
-    if value is None:
-        return ""
-    if isinstance(value, tuple):
-        return ",".join(map(written, value))
-    if isinstance(value, bool):
-        return str(int(value))
-    return value if isinstance(value, str) else repr(value)
 
 
 def read_switch(name: str, text: str) -> bool:
@@ -187,12 +176,7 @@ def setting(
     return dataclasses.field(default=default, metadata=found)
 
 
-def settings_of(kind: type) -> dict[str, Setting]:
-    """Name -> setting, for the fields of a dataclass in their order."""
-    return {field.name: Setting(name=field.name, **field.metadata) for field in dataclasses.fields(kind)}
-
-
-# ---- The settings: each one is defined here, with its group, default, choices and description ----
+# ---- The table -----------------------------------------------------------------------------------
 
 KvCache = Literal["auto", "fp8"]
 HeadDtype = Literal["auto", "bfloat16", "float32"]
@@ -222,7 +206,7 @@ def _words(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The settings as flat fields. ``docs/configuration.md`` lists them by group; ``SETTINGS`` has them as data."""
+    """The settings as flat fields. ``docs/configuration.md`` lists them by group."""
 
     precision: Precision = setting(
         DEFAULT, "precision", "; ".join(f"`{name}` {mode.meaning}" for name, mode in MODES.items()),
@@ -291,8 +275,8 @@ class Fields:
         "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels and "
         "therefore the same bits, with one launch per step. `auto` does so unless the engine's own settings turn graphs off "
         "(`enforce_eager=True`, `cudagraph_mode=NONE`); `true` also overrides `enforce_eager`; `false` always runs eagerly. When "
-        "the engine starts, every graph is compared with the eager step; one bit that differs, and the engine runs eagerly and "
-        "says so. Ignored on a CPU. Not yet run on a GPU",
+        "the engine starts, every graph is compared with the eager step. If one bit differs, the engine runs eagerly and logs "
+        "it. Ignored on a CPU. Not yet run on a GPU",
         form=AUTO_SWITCH,
     )
     exact_attention: ExactAttention = setting(
@@ -413,9 +397,4 @@ class Fields:
 
 
 #: name -> setting
-SETTINGS = settings_of(Fields)
-
-
-def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Parse fields of ``Config`` from text, as in environment variables. Raises ConfigError for malformed text."""
-    return {name: SETTINGS[name].form.read(SETTINGS[name].variable, text) for name, text in fields.items()}
+SETTINGS = {field.name: Setting(name=field.name, **field.metadata) for field in dataclasses.fields(Fields)}

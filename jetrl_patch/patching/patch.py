@@ -1,4 +1,4 @@
-"""A patch as data, how and when it is applied, and where the supported versions of a framework differ."""
+"""A patch: what it replaces, how it is applied, and the hooks that apply it after the import of its module."""
 
 from __future__ import annotations
 
@@ -16,33 +16,7 @@ from typing import Any
 from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
-__all__ = ["NO_REPORT", "Difference", "ImportHook", "OnImport", "Patch", "apply_patch", "find_target", "gated", "watch"]
-
-
-# ---- Where the supported versions of a framework differ, as data ---------------------------------
-# Each adapter keeps its differences in one module, ``compat``: what it does about each, and a ``Difference`` that names the
-# version that ends it. Tests look every one up in the frameworks' wheels, and fail once the oldest supported version is past it.
-
-@dataclass(frozen=True)
-class Difference:
-    """One name that only some of the supported versions have.
-
-    Attributes:
-        target: the dotted name, such as ``vllm.config.PassConfig.enable_sp``.
-        changed_in: the first release on the other side of the change.
-        added: whether that release added the name. Otherwise it removed it.
-        handled: what the adapter does where the name is missing.
-    """
-
-    target: str
-    changed_in: str
-    added: bool
-    handled: str
-
-    @property
-    def framework(self) -> str:
-        """The top-level package of the target."""
-        return self.target.partition(".")[0]
+__all__ = ["NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_patch", "find_target", "gated", "watch"]
 
 
 # ---- A patch as data, and how it is applied ------------------------------------------------------

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jetrl_patch._versions import EXTRAS
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain, split_fix
+from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.session import PatchStatus
 
 __all__ = [
-    "LEAST_TEMPERATURE", "MARK", "REQUIRED_TEMPERATURE", "Check", "Report", "Rule", "broken", "check", "from_error", "is_set",
-    "more_than_one", "other_than", "positive", "raised", "require_same", "temperature",
+    "LEAST_TEMPERATURE", "MARK", "OPTIMIZERS", "OPTIMIZER_MODULE", "OPTIMIZER_OPTIONS", "REQUIRED_TEMPERATURE", "Check", "Report",
+    "Rule", "broken", "check", "check_torchao", "from_error", "is_set", "more_than_one", "other_than", "positive", "raised",
+    "require_same", "temperature",
 ]  # fmt: skip
 
 
@@ -211,6 +214,23 @@ def positive(value: Any) -> bool:
 def other_than(*allowed: Any) -> Callable[[Any], bool]:
     """Return a predicate: whether a value is none of these."""
     return lambda value: value not in allowed
+
+
+# ---- The optimizers of ``optimizer_states``, by name: the module that holds them imports torchao --
+
+OPTIMIZER_MODULE = "jetrl_patch.trainer.optimizer"
+#: ``Config.optimizer_states`` -> the class in ``OPTIMIZER_MODULE``
+OPTIMIZERS = {"8bit": "AdamW8bit", "fp8": "AdamWFp8"}
+#: options of these classes besides lr, betas and weight_decay
+OPTIMIZER_OPTIONS = ("eps", "block_size", "bf16_stochastic_round")
+
+
+def check_torchao(states: str) -> None:
+    """Raise ConfigError if torchao, which ``optimizer_states=states`` needs, is not installed."""
+    if not is_installed("torchao"):
+        needed = EXTRAS["optim"][0]
+        fix = f"install it with `pip install '{needed}'`, or leave optimizer_states at 'fp32'"
+        raise ConfigError(explain(f"optimizer_states={states!r}", required=needed, found="no installed torchao", fix=fix))
 
 
 # ---- The mark: settings that the driver passes to every process inside the framework's settings; each compares them with its own

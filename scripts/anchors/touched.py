@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from jetrl_patch.patching.patch import Difference, OnImport, Patch
+from jetrl_patch.patching.guards import Difference
+from jetrl_patch.patching.patch import OnImport, Patch
 from scripts.anchors.patches import ROOT, is_framework, patches
 from scripts.anchors.source import parameters
 

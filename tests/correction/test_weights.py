@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_patch.config.corrections import DEFAULT_BOUNDS, KINDS, SEQUENCE_KINDS, interval
+from jetrl_patch.config.corrections import CORRECTIONS as RECORDS
+from jetrl_patch.config.corrections import KINDS, interval
 from jetrl_patch.measure.corrections import correct, ratio, seq_ratio
 from jetrl_patch.measure.mismatch import Applied, applied, merge
 from tests.correction.batches import batches, by_hand
@@ -79,7 +80,7 @@ def test_what_fits_no_correction_is_refused() -> None:
 
 
 def test_defaults_come_from_the_papers() -> None:
-    assert DEFAULT_BOUNDS == {
+    assert {kind: found.default for kind, found in RECORDS.items()} == {
         "tis": (2.0,), "seq-tis": (3.0,), "mis": (2.0,), "seq-mis": (3.0,), "geo-mis": (0.999, 1.001),
         "icepop": (0.5, 5.0),
     }  # fmt: skip
@@ -98,7 +99,7 @@ def test_figures_are_those_of_the_weights(kind: str, batch: Any, bounds: Any) ->
         assert all(math.isnan(value) for value in found.values())
         return
     units = tokens
-    if kind in SEQUENCE_KINDS:
+    if RECORDS[kind].weighs_sequences:
         units = [max(row) for row, marks in zip(rows, mask.tolist()) if any(marks)]
     square = sum(w * w for w in units)
     assert found["jetrl/ess"] == pytest.approx(sum(units) ** 2 / (len(units) * square) if square else 0.0, rel=1e-6)
