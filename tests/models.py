@@ -197,6 +197,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: dense families that differ from Llama, Qwen2 and Qwen3 by their record alone
+ONE_RECORD = ("mistral", "seed_oss", "smollm3", "granite")
+
+
 def build(family: str, seed: int = 0, **options: Any) -> Any:
     """A BF16 model with weights large enough that its next-token distribution is not uniform."""
     from transformers import AutoModelForCausalLM

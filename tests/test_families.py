@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,14 +149,6 @@ def test_a_language_model_is_of_the_family_of_the_whole() -> None:
         for name in (whole, f"{whole}_text"):
             assert family_of(SimpleNamespace(model_type=name)) is FAMILIES[whole]
     assert family_of(SimpleNamespace(model_type="bert_text")) is family_of(SimpleNamespace()) is None
-
-
-def test_documents_list_the_families() -> None:
-    exact = titles(covering("exact").values())
-    for file in ("README.md", "docs/limits.md"):
-        assert exact in re.sub(r"\s+", " ", Path(ROOT / file).read_text()), file
-    scaling = titles(covering("scaling").values())
-    assert scaling in re.sub(r"\s+", " ", (ROOT / "docs/precisions.md").read_text())
 
 
 def test_a_family_in_the_table_that_is_not_exact_says_why() -> None:

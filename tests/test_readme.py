@@ -1,19 +1,11 @@
-"""The README: its table of versions, its two commands, and the order of its sections."""
+"""The README: its two commands, and the order of its sections."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from jetrl_patch._versions import SUPPORTED
-
 README = Path(__file__).parents[1] / "README.md"
-
-
-def test_versions_stand_in_the_readme():
-    text = README.read_text()
-    for name, (supported, tested) in SUPPORTED.items():
-        assert f"| {name} | `{supported}` | {tested} |" in text
 
 
 def test_it_is_short_and_starts_with_claim_and_status():

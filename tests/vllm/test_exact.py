@@ -70,7 +70,7 @@ def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
 
 
-@pytest.mark.parametrize("variant", ["mistral", "seed_oss", "smollm3", "granite"])
+@pytest.mark.parametrize("variant", models.ONE_RECORD)
 def test_families_of_one_record(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")
     job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)

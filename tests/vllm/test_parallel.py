@@ -13,6 +13,7 @@ import jetrl_patch
 from jetrl_patch.measure.parity import Job
 
 from ..fp8.thresholds import MISMATCH
+from ..models import ONE_RECORD
 from .test_exact import apart, assert_equal, prompts_of, run
 from .test_weights import expected, stream
 
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
         ("tp4", 4, {}),  # two KV heads on four ranks: replicas
         ("qwen2", 4, {"on_cut": "bf16"}),  # four heads of 64 on four ranks cut o_proj's blocks
         ("llama-odd", 2, {"on_cut": "bf16"}),  # 1,000 columns of down_proj on two ranks, with a bias
-        *((family, 2, {}) for family in ("mistral", "seed_oss", "smollm3", "granite")),
+        *((family, 2, {}) for family in ONE_RECORD),
     ],
 )
 def test_log_probs_are_equal(

