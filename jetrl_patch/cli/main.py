@@ -27,7 +27,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="jetrl",
-    help="RL of language models in one FP8 flow, bit-equal between rollout and trainer.",
+    help="Train language models with RL in FP8, with bit-equal log-probs in rollout and trainer.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,19 +80,19 @@ def openrlhf(context: typer.Context) -> None:
 def doctor(
     command: Annotated[list[str] | None, typer.Argument(help="a complete launch command; put -- before it")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fp8_unified: Annotated[bool, typer.Option(FLAG, help="shorthand for --precision with this name")] = False,
+    fp8_unified: Annotated[bool, typer.Option(FLAG, help=f"short for --precision {FLAG[2:]}")] = False,
     precision: Annotated[str | None, typer.Option(help=SETTINGS["precision"].help)] = None,
     align: Annotated[str | None, typer.Option(help=SETTINGS["align"].help)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
     versions: Annotated[
-        bool, typer.Option("--status", help="only print versions, the environment's settings, and the patches they ask for")
+        bool, typer.Option("--status", help="print only versions, the settings in the environment, and the patches they enable")
     ] = False,
 ) -> None:
     """Check whether a run would start here, what is missing, and what the plugin would change. Changes nothing.
 
     With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
-    The exit status is 0 if a run would start, 1 if not, and 2 if that cannot be told from here. With --status it is 1 if an
-    installed framework is in a version that is not supported.
+    Exit status: 0 if a run would start, 1 if not, 2 if the doctor cannot tell. With --status, 1 if an installed framework's
+    version is unsupported.
     """
     if versions:
         raise typer.Exit(_status(as_json))
@@ -116,17 +116,17 @@ def report(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="a run's folder or metrics file; NAME=PATH names the run")
     ],
-    out: Annotated[Path, typer.Option(help="folder for the page and pictures, created if missing")] = Path(
+    out: Annotated[Path, typer.Option(help="folder for the page and charts, created if missing")] = Path(
         "jetrl-report"
     ),
     title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
     follow: Annotated[bool, typer.Option("--watch", help="rewrite the page while the runs continue, until Ctrl-C")] = False,
-    every: Annotated[int, typer.Option(min=1, help="seconds between two looks with --watch")] = 10,
+    every: Annotated[int, typer.Option(min=1, help="seconds between updates with --watch")] = 10,
 ) -> None:
-    """Compare runs: one self-contained HTML page, PNG pictures, summary.json, and a table in the terminal.
+    """Compare runs: one self-contained HTML page, PNG charts, summary.json, and a table in the terminal.
 
-    A RUN is a metrics.jsonl, the file of verl's file logger, a console log of verl or OpenRLHF, a TensorBoard event file,
-    or a folder with one of these.
+    A RUN is a metrics.jsonl, verl's file-logger output, a console log of verl or OpenRLHF, a TensorBoard event file, or a folder
+    with one of these.
     """
     from rich.console import Console
 
@@ -146,10 +146,10 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="a Hugging Face folder, or a checkpoint of verl's FSDP engine")],
     out: Annotated[Path, typer.Argument(help="a new folder")],
     format_: Annotated[str, typer.Option("--format", help="bf16 or fp8")] = "bf16",
-    scale_format: Annotated[str | None, typer.Option(help="pow2 or fp32; default: that of the run, else pow2")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="a name pattern of layers that stay in BF16")] = None,
+    scale_format: Annotated[str | None, typer.Option(help="pow2 or fp32; default: the run's, else pow2")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="name pattern of layers to keep in BF16; repeatable")] = None,
 ) -> None:
-    """Write a checkpoint in plain BF16, or in block FP8 with scales, which vLLM serves directly.
+    """Write a checkpoint in plain BF16, or in block FP8 that stock vLLM serves.
 
     Every tensor is read back from disk before the folder gets its final name.
     """

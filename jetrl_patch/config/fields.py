@@ -100,7 +100,7 @@ GROUPS = {
     "monitor": "Measurements of the quantized layers, and the actions they trigger.",
     "correction": "Importance weights that correct the remaining mismatch between trainer and rollout.",
     "optimizer": "The format of the optimizer state, and which checkpoints can be resumed.",
-    "process": "The device the run uses, and whether bugs of the frameworks are fixed.",
+    "process": "The device of the run, and whether bugs of the frameworks are fixed.",
 }
 
 #: the settings that a new user decides on, the most important first; the defaults of the others are rarely changed
@@ -215,12 +215,12 @@ class Fields:
     align: Align | None = setting(
         None, "exactness",
         "`exact` makes trainer and rollout bit-equal. `linear` makes only the FP8 linear layers the same (Jet-RL as published); "
-        "vLLM then adds up the tensor-parallel ranks in BF16. "
+        "vLLM then adds tensor-parallel sums in BF16. "
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
         choices=get_args(Align), option="NAME", help=_words(get_args(Align)),
     )
     scale_format: ScaleFormat = setting(
-        "pow2", "precision", "`pow2` rounds scales up to powers of two, `fp32` does not round them",
+        "pow2", "precision", "`pow2` rounds scales up to powers of two; `fp32` does not round them",
         choices=get_args(ScaleFormat),
     )
     exclude: tuple[str, ...] = setting(
@@ -231,8 +231,8 @@ class Fields:
     )
     on_cut: OnCut = setting(
         "refuse", "precision",
-        "what to do if the rollout's tensor parallelism cuts through a block of 128 in some layers: `refuse` stops the run and "
-        "lists them, `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no blocks",
+        "what to do with layers in which the rollout's tensor parallelism cuts a block of 128: `refuse` stops the run and lists "
+        "them; `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no blocks to cut",
         choices=get_args(OnCut),
     )
     backend: Backend = setting(
@@ -244,23 +244,23 @@ class Fields:
     )
     old_log_probs: OldLogProbs = setting(
         "auto", "exactness",
-        "where a step's old log-probs come from: `recompute` runs the framework's forward pass, `rollout` skips that pass and "
-        "reuses the log-probs from the rollout. `rollout` needs `align=\"exact\"`, where both are bit-equal; the first update of "
-        "a step checks this before its backward pass. `auto` is `rollout` in exact mode unless the framework's own settings "
-        "need the pass, and otherwise `recompute`",
+        "where a step's old log-probs come from. `recompute` runs the framework's forward pass; `rollout` skips that pass and "
+        "uses the rollout's log-probs. `rollout` needs `align=\"exact\"`, where both are bit-equal; the first update of a step "
+        "checks this before its backward pass. `auto` means `rollout` in exact mode unless the framework's own settings need the "
+        "pass, and otherwise `recompute`",
         choices=get_args(OldLogProbs), joint=True,
     )
     audit_fraction: float = setting(
         0.0625, "exactness",
-        "share of a step's samples whose old log-probs are still computed by the trainer when the pass for them is skipped. It "
-        "applies to steps with several updates, where only the first update can check the rollout's log-probs",
+        "share of the samples that go through the pass for old log-probs in a step that otherwise skips it. It matters in steps "
+        "with several updates, where only the first update can check the rollout's log-probs",
         note=", a share", joint=True,
     )
     on_mismatch: OnMismatch = setting(
         "stop", "exactness",
-        "in exact mode, what to do when a token's two log-probs differ under the same weights: `stop` the run before the update "
-        "(in verl's bypass mode, where the loss compares them, after it), or log an error and `recompute` old log-probs from "
-        "then on",
+        "what exact mode does when a token's two log-probs differ under the same weights: `stop` ends the run before the update "
+        "(in verl's bypass mode after it, because the loss compares them); `recompute` logs an error and computes old log-probs "
+        "from then on",
         choices=get_args(OnMismatch), joint=True,
     )
     router_replay: RouterReplay = setting(
@@ -287,7 +287,10 @@ class Fields:
         choices=get_args(ExactAttention),
     )
     platform: Platform = setting(
-        "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),
+        "auto", "process",
+        "the device of the run: `auto` means `cpu` if the installed vLLM is a CPU build. `cpu` also applies the patches that let "
+        "the frameworks run without an accelerator",
+        choices=get_args(Platform),
     )
     upstream_fixes: bool | None = setting(
         None, "process",
@@ -299,7 +302,7 @@ class Fields:
         "full", "sync",
         "what a weight sync sends: `full` sends every tensor; `delta` sends only the bytes that changed since the last completed "
         "sync, unless that would be more. The same digests verify the result. For `delta`, trainer and engine each keep the "
-        "weights of the last sync in CPU memory, and the rollout must have devices of its own",
+        "weights of the last sync in CPU memory. It only pays off if the rollout has its own devices",
         choices=get_args(Sync), joint=True,
     )
     sync_timeout: float = setting(
@@ -311,11 +314,11 @@ class Fields:
     )
     monitor_every: int = setting(
         10, "monitor",
-        "the monitor measures the FP8 layers (amax, underflow, SQNR, scales, changed codes) every so many steps; 0 turns it off",
+        "how many steps apart the monitor measures the FP8 layers (amax, underflow, SQNR, scales, changed codes); 0 turns it off",
         form=WHOLE, note=", in steps",
     )
     monitor_layers: bool = setting(
-        False, "monitor", "log the figures of every layer, not only those of the worst layer and the mean",
+        False, "monitor", "log the figures of every layer, not only their minimum, mean and maximum",
     )
     monitor_sqnr: float = setting(
         20.0, "monitor", "the monitor acts if the SQNR of a weight, activation or gradient is below this many dB", note=", in dB",
@@ -324,13 +327,14 @@ class Fields:
         0.1, "monitor", "the monitor acts if more than this share of a tensor's values is rounded to zero", note=", a share",
     )
     monitor_action: MonitorAction = setting(
-        "warn", "monitor", "what the monitor does beyond a threshold: `warn` once per layer and figure, or `stop` the run",
+        "warn", "monitor",
+        "what the monitor does when a figure crosses its threshold: `warn` once per layer and figure, or `stop` the run",
         choices=get_args(MonitorAction),
     )
     measure_routes: bool = setting(
         False, "monitor",
-        "for mixture-of-experts models in verl, log the share of routes (token and block) for which the trainer chooses other "
-        "experts than the rollout. The rollout then stores and sends every token's experts: layers × experts per token, in bytes",
+        "for mixture-of-experts models in verl, log the share of routes (one per token and block) for which trainer and rollout "
+        "choose different experts. The rollout then stores and sends one byte per layer and chosen expert for every token",
     )
     guard_sqnr: float | None = setting(
         None, "monitor",
@@ -361,14 +365,14 @@ class Fields:
     )
     smoothing: float | None = setting(
         None, "rollout",
-        "SmoothQuant's α, from 0 (off) to 1: how much of the activation outliers moves into the weights on export. The model "
+        "SmoothQuant's α, from 0 (off) to 1: how much of the activation outliers moves into the weights that are sent. The model "
         f"computes the same function. It needs per-channel scales. `None` means {_SMOOTHED} and off for the other precisions",
         joint=True,
     )
     invariant_scale: float | None = setting(
         None, "rollout",
         "QuRL's scale: before training, q, k, v, gate and up are divided by it and the norms before them are multiplied by it, "
-        "so that updates are larger relative to the quantized weights. `None` means no scaling",
+        "which makes updates larger relative to the quantized weights. `None` means no scaling",
         joint=True,
     )
     kv_cache: KvCache = setting(
@@ -379,7 +383,7 @@ class Fields:
     )
     head_dtype: HeadDtype = setting(
         "auto", "precision",
-        "dtype in which both sides compute logits: `auto` is the model's dtype, `float32` multiplies the same weights in FP32 "
+        "dtype in which both sides compute logits: `auto` is the model's dtype; `float32` multiplies the same weights in FP32 "
         "and does not round the logits",
         choices=get_args(HeadDtype), joint=True,
     )
@@ -391,8 +395,8 @@ class Fields:
     )
     resume_any: bool = setting(
         False, "optimizer",
-        "allow resuming a checkpoint that was saved with other settings. Otherwise it is an error if the precision, scale format "
-        "or a similar setting in its `jetrl.json` differs",
+        "allow resuming a checkpoint that was saved with other settings. By default it is an error if the precision, scale "
+        "format or a similar setting in its `jetrl.json` differs",
     )  # fmt: skip
 
 
