@@ -71,7 +71,7 @@ demo: $(READY) $(LEARNS)
 demo-openrlhf: $(SELF) $(LEARNS)
 	$(QUIET) $(DEMO) $(PY) -m examples.openrlhf.demo --model $(MODEL) $(ARGS)
 
-## four precisions on the same questions, in verl
+## four modes on the same questions, in verl
 compare: $(READY)
 	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
@@ -85,7 +85,7 @@ compare-moe: $(READY)
 mismatch: build/smollm2/config.json
 	$(QUIET) $(VENV)/bin/jetrl parity --model build/smollm2 $(ARGS)
 
-## the same against depth, context and training, for docs/mismatch.md; goes on where it was interrupted
+## the same by depth, context and training, for docs/mismatch.md; continues after an interruption
 mismatch-depth: build/smollm2/config.json $(LEARNER)
 	$(QUIET) PYTHONPATH=$(GYM) $(PY) -m examples.smollm2.mismatch $(ARGS)
 
@@ -101,37 +101,37 @@ $(GYM): requirements/reasoning-gym.txt | $(SELF)
 	$(PIP) --no-build-isolation --target $@ -r $<
 	@touch $@
 
-## long runs in miniature: which precisions and corrections keep what the model has learned
+## long runs in miniature: which precisions and corrections preserve what the model has learned
 stability: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.compare $(ARGS)
 
-## algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
+## every algorithm in every precision, on questions that the initial model answers correctly 20 to 80% of the time
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
 
-## GRPO on a pretrained model, one run after the other: hours (docs/stability.md)
+## GRPO on a pretrained model, one run after another: hours (docs/stability.md)
 # goes on where it was stopped; ARGS=--fill writes the page
 proof: $(SELF) $(LEARNER)
 	$(QUIET) PYTHONPATH=$(abspath $(GYM)) $(PY) -m examples.stability.proof $(ARGS)
 
-## one fault after the other in weight syncs into a real engine: half an hour
+## injects faults into weight syncs with a real engine, one at a time: half an hour
 # goes on where it was stopped; ARGS="verl scales" runs those cells alone
 faults: $(SELF)
 	$(QUIET) $(PY) -m tests.campaigns.faults $(ARGS)
 
-## a thousand steps of each framework, watched for what grows: hours
+## a thousand steps in each framework, watched for leaks: hours
 # the last steps run again, killed three times and resumed; ARGS="verl --steps 200" is shorter
 soak: $(SELF)
 	$(QUIET) $(PY) -m tests.campaigns.soak $(ARGS)
 
-## judges the example scripts in checkouts of verl or OpenRLHF, SCRIPTS="DIR DIR": two minutes
+## checks which example scripts of verl or OpenRLHF each mode accepts; SCRIPTS="DIR DIR" are checkouts: two minutes
 # writes docs/official-scripts.md; RUN=1 runs one accepted script of each class for real, shrunk to a CPU; RUN=TEXT those whose
 # path has the text
 official: $(SELF)
 	@test -n "$(SCRIPTS)" || { echo "make official needs SCRIPTS: one or more checkouts of verl or OpenRLHF" >&2; exit 1; }
 	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.official $(SCRIPTS) $(if $(RUN),--run $(patsubst 1,"",$(RUN))) $(ARGS)
 
-## lint, types and the tests, with real runs of verl and OpenRLHF: half an hour; ARGS="tests/sync -x" runs those alone
+## lint, types and the tests, with real runs of verl and OpenRLHF: half an hour; ARGS="tests/sync -x" runs only those
 # Two files at a time. tests/vllm, whose tests hold an engine in their own process, runs in a separate pytest at the same time,
 # and after it the kernels with an older triton. Line coverage more than doubles Python's time, so only test-all measures it.
 test: lint
@@ -158,7 +158,7 @@ else
 	$(TEST) $(ARGS)
 endif
 
-## engines and three RL steps in other versions: PIN="verl openrlhf oldest newest" or some
+## engines and three RL steps with other versions: PIN="verl openrlhf oldest newest", or some of them
 # requirements/pins-NAME.txt is laid over the main environment
 PIN ?= openrlhf newest
 PINNED_verl     := tests/verl/test_e2e.py
@@ -170,7 +170,7 @@ test-pins: $(PIN:%=test-pins-%)
 test-pins-%: build/pins/%/.done $(SELF)
 	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m pins tests/vllm/test_exact.py $(PINNED_$*) $(ARGS)
 
-## the Triton kernels compiled for Hopper by the triton of verl's pins (TRITON=...), within their budgets
+## compiles the Triton kernels for Hopper with verl's pinned triton (TRITON=...), and checks their budgets
 TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)
 test-triton: build/triton-$(TRITON)/.done $(SELF)
 	@mkdir -p outputs
@@ -192,18 +192,18 @@ build/pins/%/.done: requirements/pins-%.txt $(STAMP)
 	build/pins/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
 	@touch $@
 
-## reads what the code touches out of the wheels of every supported version into tests/anchors/*.json
+## looks up the names that the code touches in the wheels of every supported version (tests/anchors/*.json)
 anchors: $(SELF)
 	$(PY) -m scripts.anchors.refresh $(ARGS)
 
-## installs what processes images, for the tests of models with a vision tower
+## installs the image processors that tests of vision-language models need
 vision: $(VENV)/vision
 
 $(VENV)/vision: requirements/vision.txt scripts/vision.py | $(SELF)
 	$(PY) scripts/vision.py $@ $<
 	@touch $@
 
-## installs what verl's VeOmni engine runs on, for its tests
+## installs VeOmni and its dependencies, for the tests of verl's VeOmni engine
 veomni: $(VENV)/veomni
 
 $(VENV)/veomni: requirements/veomni.txt | $(SELF)
@@ -241,7 +241,7 @@ DRY    := $(findstring --dry,$(ARGS))
 hopper: $(if $(DRY),$(SELF))
 	$(QUIET) $(if $(DRY),$(PY),$(or $(ACTIVE),python3)) -m benchmarks.hopper $(ARGS)
 
-## the kernels' part of make hopper
+## the kernel part of make hopper
 bench-gpu: override ARGS += --part b
 bench-gpu: hopper
 
