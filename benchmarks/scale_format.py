@@ -119,7 +119,7 @@ def scale_formats(steps: int = 600, seeds: int = 2, tokens: int = 4000) -> list[
         {
             "`scale_format`": f, "weights, SQNR dB": f"{errors[f][0]:.2f}", "activations, SQNR dB": f"{errors[f][1]:.2f}",
             'mean abs Δlogp, `align="linear"`': f"{apart[f]['logp_abs_diff_mean']:.2e}", "k3 KL": f"{apart[f]['k3_kl']:.2e}",
-            "loss from scratch (against BF16)": f"{mean[f]:.4f} ({(mean[f] / mean['bf16'] - 1) * 100:+.2f}%)",
+            "loss from scratch (relative to BF16)": f"{mean[f]:.4f} ({(mean[f] / mean['bf16'] - 1) * 100:+.2f}%)",
         }
         for f in FORMATS
     ]  # fmt: skip

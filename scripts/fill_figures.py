@@ -39,7 +39,7 @@ def compare_table(arms: list[Mode]) -> str:
             "max": figure(max(a["logp_abs_diff_max"] for a in group)),
             "bit-equal, worst step": f"{min(a['bit_equal_fraction_min'] for a in group):.0%}",
             "k3 KL": figure(mean(a["k3_kl_mean"] for a in group)),
-            "s/step, against BF16": f"{mean(a['step_seconds_median'] for a in group) / base:.2f}×",
+            "s/step, relative to BF16": f"{mean(a['step_seconds_median'] for a in group) / base:.2f}×",
         }
         for name, group in modes.items()
     ]
@@ -71,7 +71,7 @@ def moe_table(arms: list[Mode]) -> str:
             }
         )
     least, first = min(arm["tokens"] for arm in arms), arms[0]
-    return f"{markdown(rows)}\n{first['steps']} steps a mode and at least {least:,} tokens each; {versions(first['versions'])}."
+    return f"{markdown(rows)}\n{first['steps']} steps per mode and at least {least:,} tokens each; {versions(first['versions'])}."
 
 
 def parity_table(modes: list[Mode]) -> str:
@@ -112,8 +112,8 @@ def openrlhf_table(folder: Path) -> str:
             "mean abs Δlogp": figure(arm["logp_abs_diff_mean"]),
             "max": figure(arm["logp_abs_diff_max"]),
             "bit-equal, worst step": f"{arm['bit_equal_fraction_min']:.0%}",
-            "sent, of BF16": f"{arm['sync_bytes'] / arm['sync_bytes_bf16']:.2f}×" if arm["sync_bytes_bf16"] else "–",
-            "remote calls a sync": f"{run.series('jetrl/sync_calls')[-1][1]:.0f}",
+            "sent, relative to BF16": f"{arm['sync_bytes'] / arm['sync_bytes_bf16']:.2f}×" if arm["sync_bytes_bf16"] else "–",
+            "remote calls per sync": f"{run.series('jetrl/sync_calls')[-1][1]:.0f}",
         }
         for run, arm in arms
     ]
