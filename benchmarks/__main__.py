@@ -88,8 +88,9 @@ def main(argv: Iterable[str] | None = None) -> None:
         only = "".join(f"--part {part} " for part in args.part or ())
         head = (
             f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
-            "Process time, best of interleaved rounds, for each instruction set of this processor, to which torch is held too. "
-            "Products of up to 16 rows read another weight in each call, as decoding does, from more than the caches hold. "
+            "Process time, best of interleaved rounds, for each instruction set of this processor; torch is limited to the same "
+            "set. As in decoding, products of up to 16 rows read a different weight in each call, and the weights exceed the "
+            "caches. "
             f"Command: `make bench ARGS='{only}--write docs/benchmarks/cpu.md'`.\n\n"
         )
         args.write.parent.mkdir(parents=True, exist_ok=True)

@@ -53,22 +53,22 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("a", "tests", "Tests on a GPU", "`pytest tests/gpu`, one function after the other", 24, 1, 8,
+    Part("a", "tests", "Tests on a GPU", "`pytest tests/gpu`, one function at a time", 24, 1, 8,
          ("pytest", "hypothesis", "transformers")),
     Part("b", "kernels", "Kernels",
          "linears, gradients, quantizers, decoding, attention, `lm_head`, log-probs and a block of 7B and 8B models, against "
          "BF16 and against ceilings of the same run", 48, 1, 14),
     Part("c", "parity", "Parity through vLLM",
-         "`jetrl parity` of a small trained model: 2,048 tokens a response, batches of 1 to 256, exact mode from CUDA graphs and "
-         "eagerly, beside BF16 and shared linears alone", 24, 1, 9, _ENGINE, 0.4),
+         "`jetrl parity` of a small trained model: 2,048 tokens per response, batches of 1 to 256, exact mode with CUDA graphs "
+         "and eagerly, compared with BF16 and with shared linears only", 24, 1, 9, _ENGINE, 0.4),
     Part("d", "rollout", "Rollout of an 8B shape",
-         "prefill and decoding in vLLM, random weights made on the spot: BF16, vLLM's own FP8, shared linears, exact mode",
+         "prefill and decoding in vLLM, randomly initialized weights: BF16, vLLM's own FP8, shared linears, exact mode",
          60, 20, 12, _ENGINE, 0.85),
     Part("e", "training", "A training step",
          "forward, backward and AdamW of four blocks of an 8B model with `lm_head` and log-probs: BF16 as transformers runs it, "
          "compiled BF16, shared linears, exact mode; with and without checkpointing", 70, 1, 7, ("transformers",)),
     Part("f", "sync", "Weight sync of an 8B shape",
-         "bytes, seconds and peak memory of a sync within one GPU, FP8 with its proof against plain BF16 in the same buckets",
+         "bytes, seconds and peak memory of a sync within one GPU: verified FP8 against plain BF16 in the same buckets",
          60, 1, 3, ("transformers",)),
     Part("g", "loop", "A GRPO loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
          24, 2, 8, (*_ENGINE, "verl", "ray"), 0.3),

@@ -153,6 +153,6 @@ def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
     measured = any(record.rows for record in records.values())
     texts = {
         "state": "" if measured else "**Not measured yet:** no figure of this project comes from a GPU.",
-        "parts": markdown(rows, note=f"{ESTIMATED} A command of a part that needs several is given again."),
+        "parts": markdown(rows, note=f"{ESTIMATED} If a part needs several commands, repeat its command."),
     }
     (folder / "index.md").write_text(filled(INDEX.read_text(), texts))

@@ -79,11 +79,11 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
     lines = [
         "# The frameworks' own scripts",
         "",
-        f"Which launches in the example scripts of {titles} start with the plugin, in each mode, and why the others do not.",
+        f"Which launches of the example scripts of {titles} start with the plugin in each mode, and why the others do not.",
         "",
-        "`make official SCRIPTS=DIR` writes this page from a checkout. It runs each script with stubs in place of the programs",
-        "that it starts, and judges each launch by the checks of `jetrl doctor` and the driver. It assumes the machine that the",
-        "script was written for, with its GPUs, data and model (by `config.json`). *Accepted*: no setting contradicts the mode.",
+        "`make official SCRIPTS=DIR` writes this page from a checkout. It runs each script with stubs for the programs that it",
+        "starts, and checks each launch as `jetrl doctor` and the driver do. It assumes that the machine has the GPUs, data and",
+        "model (its `config.json`) that the script needs. *Accepted* means that no setting contradicts the mode.",
         "",
     ]
     for title, expansions, judged in sources:
@@ -109,7 +109,7 @@ def _summary(title: str, expansions: Sequence[Expansion], judged: Sequence[Judge
     failed = [one for one in expansions if one.failure]
     if failed:
         parts.append(
-            "Not run to their end: "
+            "Did not finish: "
             + "; ".join(f"`{_short(one.script)}` ({plain(one.failure)})" for one in failed)
             + "."
         )
@@ -135,7 +135,7 @@ def _counts(judged: Sequence[Judged]) -> list[str]:
 
 def _open_keys(judged: Sequence[Judged]) -> list[str]:
     found = {name for mode in modes() if mode in ("exact", "linear") for name in keys.open_keys(judged, mode)}
-    text = "Every setting that an accepted launch gives is checked by the plugin or known to leave the log-probs alone"
+    text = "Every setting of an accepted launch is either checked by the plugin or known not to affect log-probs"
     if found:
         text += f" (`scripts/official/keys.py` says why), except {', '.join(f'`{name}`' for name in sorted(found))}"
     else:
@@ -147,7 +147,7 @@ def _unlocks(judged: Sequence[Judged]) -> list[str]:
     lines = [
         "### What would unlock more",
         "",
-        "Launches that a setting refuses, and in brackets those that nothing else refuses.",
+        "Launches that each setting blocks; in brackets, those that nothing else blocks.",
         "",
     ]
     chosen = [mode for mode in modes() if any(one.kind is not None and not one.accepted(mode) for one in judged)]
@@ -156,7 +156,7 @@ def _unlocks(judged: Sequence[Judged]) -> list[str]:
         for about, refused, alone in unlocks(judged, mode):
             rows.setdefault(about, {})[mode] = f"{refused} ({alone})"
     if not rows:
-        return ["Nothing is refused.", ""]
+        return ["Nothing is blocked.", ""]
     lines += [f"| what | {' | '.join(chosen)} |", f"| --- | {' | '.join('---' for _ in chosen)} |"]
     lines += [
         f"| {_code(about)} | {' | '.join(cells.get(mode, '–') for mode in chosen)} |" for about, cells in rows.items()
@@ -169,7 +169,7 @@ def _code(about: str) -> str:
 
 
 def _launches(judged: Sequence[Judged]) -> list[str]:
-    lines = ["### Every launch", "", "*yes*: accepted. A number: refused, for the reason of that number below.", ""]
+    lines = ["### Every launch", "", "*yes*: accepted. A number: rejected, for the reason with that number below.", ""]
     reasons: dict[str, int] = {}
     for kind in classes():
         group = [one for one in judged if one.kind == kind]
@@ -193,7 +193,7 @@ def _launches(judged: Sequence[Judged]) -> list[str]:
     others = sorted({one.target for one in judged if one.kind is None})
     if others:
         lines += [
-            f"Without a rollout, so there is nothing to keep equal: {', '.join(f'`{name}`' for name in others)}.",
+            f"These have no rollout, so there is nothing to compare: {', '.join(f'`{name}`' for name in others)}.",
             "",
         ]
     return lines
@@ -209,9 +209,8 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## Run for real",
         "",
-        "For each accepted class one script, on a CPU with real vLLM: the script's own command line, followed by the settings",
-        "that shrink it (a small model, small batches and lengths, one process, two steps). All other settings are the",
-        "script's. Megatron's launches need GPUs.",
+        "One script of each accepted class ran on a CPU with real vLLM: its own command line, followed by settings that shrink",
+        "it (a small model, small batches and lengths, one process, two steps). Megatron launches need GPUs.",
         "",
         "| script | mode | what it covers | steps | tokens | bit-equal, worst step | max abs Δlogp | scripts of |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
