@@ -144,7 +144,7 @@ VERSION = CpuPatch(
 FOR_TORCH = (
     CpuPatch(
         "torch.distributed", "init_process_group", _init_process_group, fixes="verl",
-        reason="verl joins 'cpu:gloo' with the platform's backend, and torch rejects 'cpu:gloo,cpu:gloo' as a duplicate",
+        reason="verl appends the platform's backend to 'cpu:gloo', and torch rejects 'cpu:gloo,cpu:gloo' as a duplicate",
         upstream=NO_CPU,
         remove_when="verl.utils.distributed passes torch one backend per device type",
     ),

@@ -277,7 +277,7 @@ VISION: tuple[Patch, ...] = (
     Patch(
         "verl.utils.flops_counter", "FlopsCounter.__init__", counts_text,
         reason="verl's FLOP counter reads GLM-4.1V fields that transformers 5 moved to text_config: the first update crashes "
-        "in every mode. The vision tower still does not count",
+        "in every mode. The vision tower is still not counted",
         upstream=NO_REPORT,
         remove_when="verl's FlopsCounter reads text_config where a configuration has one, for every family",
         fixes="verl",
@@ -298,7 +298,7 @@ VISION: tuple[Patch, ...] = (
     Patch(
         "verl.models.transformers.qwen3_5", "_call_accepts_kwarg", accepts,
         reason="verl passes packed-sequence boundaries to transformers' own delta rule, which ignores them, so state leaks "
-        "from one sequence to the next. Text models get none, and packed rows are rejected for them",
+        "from one sequence to the next. Text models get no boundaries, so packed rows are an error for them",
         upstream=_TRANSFORMERS_46093,
         remove_when="verl's _call_accepts_kwarg ignores **kwargs, or transformers' torch_chunk_gated_delta_rule honors "
         "cu_seqlens",
