@@ -88,7 +88,7 @@ def test_an_unknown_model_is_neither_accepted_nor_refused(text):
 
 def test_what_is_no_launch_and_what_failed_is_said(text):
     assert "2 scripts make 6 launches, 5 of them with a rollout. 5 of these start by `uv run`" in text
-    assert "`z.sh` (exit status 3: no)" in text and "Without a rollout" in text
+    assert "`z.sh` (exit status 3: no)" in text and "These have no rollout" in text
 
 
 def test_a_setting_that_nobody_has_looked_at_is_named():
