@@ -230,7 +230,7 @@ build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
 	build/docs-env/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
-## speed of the CPU kernels and of a training step
+## speed of the CPU kernels
 bench: $(READY)
 	$(QUIET) $(START) -m benchmarks $(ARGS)
 

@@ -1,4 +1,4 @@
-"""What a step of RL costs on Hopper GPUs, from arithmetic: ``python -m benchmarks.cost`` prints or writes ``docs/scaling.md``."""
+"""What a step of RL costs on Hopper GPUs, from arithmetic: ``python -m benchmarks.cost --write`` writes ``docs/scaling.md``."""
 
 from __future__ import annotations
 
@@ -16,35 +16,23 @@ from jetrl_patch.kernels.formats import BLOCK
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 
 
-# ---- What the estimate stands on: a measurement replaces its part ---------------------------------------------------
+# ---- Assumptions: a measurement replaces its part ---------------------------------------------------
 
 
 class Gpu(NamedTuple):
-    """One GPU.
+    """What GEMMs and copies reach, bytes of memory, and bytes per second and direction to its neighbors."""
 
-    Attributes:
-        peaks: what its GEMMs and copies reach.
-        memory: bytes.
-        link: bytes per second and direction to its neighbours.
-    """
-
-    name: str
     peaks: Peaks
     memory: float
     link: float
 
 
 #: an H100 has an H200's arithmetic, and 3.35 of its 4.8 TB/s
-H100 = Gpu("H100", PUBLISHED._replace(bandwidth=PUBLISHED.bandwidth * 3.35 / 4.8), 80e9, 450e9)
+H100 = Gpu(PUBLISHED._replace(bandwidth=PUBLISHED.bandwidth * 3.35 / 4.8), 80e9, 450e9)
 
 
 class Net(NamedTuple):
-    """A whole model.
-
-    Attributes:
-        nodes: of eight GPUs each.
-        experts, active: experts in a block, and of a token; 1 and 1 in a dense model.
-    """
+    """A whole model on ``nodes`` of eight GPUs. A token uses ``active`` of a block's ``experts``; a dense model has one."""
 
     block: Model
     layers: int
@@ -59,12 +47,27 @@ class Net(NamedTuple):
         attention, mlp = self.weights()
         return self.layers * (attention + self.experts * mlp)
 
+    @property
+    def used(self) -> float:
+        """Parameters of the linear layers that a token uses."""
+        attention, mlp = self.weights()
+        return self.layers * (attention + self.active * mlp)
+
     def sizes(self, fp8: bool) -> Iterator[int]:
-        """Tensor parallelisms of its rollout: heads are whole, and in FP8 no block of a weight is cut."""
+        """Tensor parallel sizes of its rollout: they split no head and, in FP8, no block of a weight."""
         block = BLOCK if fp8 else 1
         for size in RANKS:
             if self.block.kv_heads % size == 0 == self.block.intermediate % (size * block):
                 yield size
+
+    def is_dense(self, linear: str) -> bool:
+        """Whether every token uses this linear layer."""
+        return linear in ("qkv", "o") or self.experts == 1
+
+    def features(self, side: str) -> float:
+        """Input ("K") or output ("N") features of all linear layers that a token uses."""
+        linears = self.block.linears
+        return self.layers * sum(getattr(x, side) * (1 if self.is_dense(x.name) else self.active) for x in linears)
 
     def weights(self) -> tuple[float, float]:
         """Parameters of a block's attention, and of its MLP or one of its experts."""
@@ -84,11 +87,10 @@ class Way(NamedTuple):
     """How a mode computes.
 
     Attributes:
-        trains, samples: in FP8.
-        passes: forward passes over the samples before the update, for old log-probs.
-        attention, decoding: of BF16's speed, in the trainer and in the rollout. Estimated; in decoding,
-            of contexts that enough programs share.
-        gathers: FP32 sums over the rollout's ranks, which vLLM otherwise adds in BF16.
+        trains, samples: whether in FP8.
+        passes: forward passes for old log-probs before the update.
+        attention, decoding: estimated speed of attention relative to BF16, in the trainer and in the rollout.
+        gathers: whether the rollout's ranks exchange FP32 sums; vLLM otherwise adds in BF16.
     """
 
     name: str
@@ -108,24 +110,24 @@ WAYS = (
     Way("exact, with the pass", True, True, 1, attention=0.5, decoding=0.85, gathers=True),
 )
 
-#: FlashAttention-3's share of the BF16 peak of GEMMs
+#: speed of FlashAttention-3, as a share of the BF16 peak of GEMMs
 ATTENTION = 0.75
-#: of the speed that bytes allow, what the linears of decoding reach in FP8 with the quantization of their inputs
+#: speed of FP8 linears in decoding with the quantization of their inputs, as a share of what their bytes allow
 DECODED = 0.85
-#: quantization in a training step, bytes per element: an activation is read and written for FProp (2 + 1) and, saved, for WGrad
-#: (1 + 1); a gradient is read once and written in two layouts (2 + 2)
+#: quantization in a training step, bytes per element: an activation is read and written for FProp (2 + 1), and its saved copy for
+#: WGrad (1 + 1); a gradient is read once and written in two layouts (2 + 2)
 QUANTIZED = (5, 4)
-#: bytes per token and layer that norms, rotary embedding, activation and residuals move forward: per hidden, per inner element
+#: bytes that norms, rotary embedding, activation and residuals move per token and layer forward: per hidden and inner element
 ELEMENTWISE = (75, 12)
-#: seconds of a sum over ranks besides its bytes
+#: fixed seconds of a sum over ranks
 LATENCY = 10e-6
-#: share of a GPU's memory for weights and KV cache of the rollout
+#: share of a GPU's memory for the rollout's weights and KV cache
 ROOM = 0.85
 
 
 # ---- The time of a step: rollout, old log-probs, update -------------------------------------------------------------
 
-#: tokens between two looks at who has ended
+#: tokens between two checks of which sequences have ended
 STRIDE = 64
 
 
@@ -143,24 +145,24 @@ class Step(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a step works on: samples, prompt tokens of each, and the longest response."""
+    """A step's samples, the prompt tokens of each, and the longest response."""
 
     samples: int
     prompt: int
     longest: int
 
     def responses(self) -> np.ndarray:
-        """Lengths: quantiles of an exponential distribution with a quarter of the longest as mean, cut off at the longest."""
+        """Lengths: quantiles of an exponential distribution, whose mean is a quarter of the longest, cut off at the longest."""
         at = (np.arange(self.samples) + 0.5) / self.samples
         lengths = np.minimum(-np.log1p(-at) * self.longest / 4, self.longest)
         return np.random.default_rng(0).permutation(np.maximum(lengths, 1).astype(int))
 
 
 def step(net: Net, way: Way, load: Load, gpu: Gpu) -> Step:
-    """The phases of one step on ``8 * net.nodes`` GPUs, one after the other, each mode with its best tensor parallelism.
+    """The phases of one step on ``8 * net.nodes`` GPUs, with the tensor parallelism that is best for the mode.
 
     Raises:
-        ValueError: the model leaves no room for a KV cache with any.
+        ValueError: the model leaves no room for a KV cache.
     """
     gpus = 8 * net.nodes
     lengths = load.responses() + load.prompt
@@ -168,13 +170,13 @@ def step(net: Net, way: Way, load: Load, gpu: Gpu) -> Step:
     backward = training_backward(net, way, lengths, gpu) / gpus
     seconds, tp = min((rollout(net, way, load, gpu, tp), tp) for tp in net.sizes(way.samples))
     if seconds == float("inf"):
-        raise ValueError(f"{net.block.name} leaves no room for a KV cache")
+        raise ValueError(f"{net.block.name} leaves no room for a KV cache. Give it more nodes.")
     return Step(seconds, way.passes * forward, 2 * forward + backward, tp)  # the update's forward runs twice: checkpointing
 
 
 @functools.cache
 def rollout(net: Net, way: Way, load: Load, gpu: Gpu, tp: int) -> float:
-    """Seconds of the slowest replica; infinite if the weights leave no room."""
+    """Seconds of the slowest replica; infinite if the weights leave no room for a KV cache."""
     replicas = 8 * net.nodes // tp
     return max(decoding(net, way, load.responses()[i::replicas], load.prompt, gpu, tp) for i in range(min(replicas, 2)))
 
@@ -183,9 +185,9 @@ def training_forward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float
     """GPU seconds of a forward pass over all sequences."""
     tokens, peaks = float(lengths.sum()), gpu.peaks
     peak = (peaks.fp8 if way.trains else peaks.bf16) * 1e12
-    found = 2 * tokens * _active(net) / peak
+    found = 2 * tokens * net.used / peak
     if way.trains:
-        found += tokens * _inputs(net) * QUANTIZED[0] / (peaks.bandwidth * 1e9)
+        found += tokens * net.features("K") * QUANTIZED[0] / (peaks.bandwidth * 1e9)
     return found + _rest(net, way, lengths, gpu)
 
 
@@ -193,16 +195,16 @@ def training_backward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> floa
     """GPU seconds of DGrad, WGrad and the backward of everything else."""
     tokens, peaks = float(lengths.sum()), gpu.peaks
     dgrad, wgrad = (peaks.fp8, peaks.fp8_wgrad) if way.trains else (peaks.bf16, peaks.bf16)
-    found = 2 * tokens * _active(net) * (1 / dgrad + 1 / wgrad) / 1e12
+    found = 2 * tokens * net.used * (1 / dgrad + 1 / wgrad) / 1e12
     if way.trains:
-        found += tokens * _outputs(net) * QUANTIZED[1] / (peaks.bandwidth * 1e9)
+        found += tokens * net.features("N") * QUANTIZED[1] / (peaks.bandwidth * 1e9)
     return found + 2.25 * _rest(net, way, lengths, gpu)
 
 
 def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, tp: int) -> float:
-    """Seconds in which one replica of the rollout answers its prompts, as many at a time as its KV cache holds.
+    """Seconds in which one replica answers its prompts, as many at a time as its KV cache holds.
 
-    Infinite if it does not hold one of the longest.
+    Infinite if the cache cannot hold the longest.
     """
     size = net.matrices * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
     per_token = 4.0 * net.layers * net.block.kv_heads * net.block.head_dim
@@ -222,13 +224,12 @@ def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, t
 
 
 def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) -> float:
-    """Seconds of one decoding step of ``rows`` sequences that hold ``context`` tokens together."""
+    """Seconds of one decoding step of ``rows`` sequences with ``context`` tokens in all."""
     peaks = gpu.peaks
     peak = peaks.fp8 if way.samples else peaks.bf16
     linears = 0.0
     for linear in net.block.linears:
-        dense = linear.name in ("qkv", "o") or net.experts == 1
-        if dense:
+        if net.is_dense(linear.name):
             linears += gemm_seconds(rows, linear.N // tp, linear.K, way.samples, peak, peaks.bandwidth)
         else:
             used = net.experts * (1 - (1 - net.active / net.experts) ** rows)
@@ -244,10 +245,10 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) 
 
 
 def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
-    """Seconds of the sum behind a row-parallel linear.
+    """Seconds of the sum after a row-parallel linear.
 
-    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes; exact mode gathers the FP32 sums of all other
-    ranks, and reads them again to add them in rank order. (Added in one shot, they are read from the peers: as many bytes.)
+    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes. Exact mode gathers the FP32 sums of all other
+    ranks, and reads them again to add them in rank order. (A one-shot sum reads them from the peers: the same bytes.)
     """
     if tp == 1:
         return 0.0
@@ -262,25 +263,8 @@ def gathered(tp: int) -> float:
     return float(tp)
 
 
-def _active(net: Net) -> float:
-    attention, mlp = net.weights()
-    return net.layers * (attention + net.active * mlp)
-
-
-def _inputs(net: Net) -> float:
-    return net.layers * sum(linear.K * _copies(net, linear.name) for linear in net.block.linears)
-
-
-def _outputs(net: Net) -> float:
-    return net.layers * sum(linear.N * _copies(net, linear.name) for linear in net.block.linears)
-
-
-def _copies(net: Net, name: str) -> int:
-    return 1 if name in ("qkv", "o") else net.active
-
-
 def _rest(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
-    """Attention, ``lm_head`` and what moves bytes alone, in a forward pass: GPU seconds."""
+    """GPU seconds of attention, ``lm_head`` and elementwise operations in a forward pass."""
     squares, tokens = float((lengths.astype(float) ** 2).sum()), float(lengths.sum())
     products = 2 * squares * net.block.heads * net.block.head_dim * net.layers  # causal: half of 4 c^2 d
     moved = net.layers * (ELEMENTWISE[0] * net.block.hidden + ELEMENTWISE[1] * net.active * net.block.intermediate)
@@ -289,17 +273,18 @@ def _rest(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
     return attention + head + tokens * moved / (gpu.peaks.bandwidth * 1e9)
 
 
-def table(nets: tuple[Net, ...], ways: tuple[Way, ...], loads: tuple[Load, ...], gpu: Gpu) -> Iterator[Row]:
-    """One row per model and length: the BF16 step in seconds, its shares, and how much faster each other mode is."""
-    for net in nets:
-        for load in loads:
-            steps = {way.name: step(net, way, load, gpu) for way in ways}
-            base = steps[ways[0].name]
-            row: Row = {"model": net.block.name, "GPUs": 8 * net.nodes, "longest": load.longest}
-            row |= {"BF16 step, s": f"{base.whole:.0f} ({base.tp})", "rollout": f"{base.rollout / base.whole:.0%}"}
-            row |= {"old log-probs": f"{base.old_log_probs / base.whole:.0%}"}
-            row |= {way.name: f"{base.whole / steps[way.name].whole:.2f} ({steps[way.name].tp})" for way in ways[1:]}
-            yield row
+def table() -> Iterator[Row]:
+    """One row per model and length: seconds and shares of the BF16 step, and how many times faster each other mode is."""
+    for net in NETS:
+        for load in LOADS:
+            steps = {way.name: step(net, way, load, H100) for way in WAYS}
+            base = steps.pop(WAYS[0].name)
+            yield {
+                "model": net.block.name, "GPUs": 8 * net.nodes, "longest": load.longest,
+                "BF16 step, s": f"{base.whole:.0f} ({base.tp})", "rollout": f"{base.rollout / base.whole:.0%}",
+                "old log-probs": f"{base.old_log_probs / base.whole:.0%}",
+                **{name: f"{base.whole / found.whole:.2f} ({found.tp})" for name, found in steps.items()},
+            }  # fmt: skip
 
 
 # ---- The page -------------------------------------------------------------------------------------------------------
@@ -311,7 +296,7 @@ def page() -> str:
     """The text of ``docs/scaling.md``."""
     load = LOADS[0]
     bf16, fp8 = (rollout(NETS[0], way, load, H100, 1) for way in (WAYS[0], WAYS[2]))
-    tables = {"steps": table(NETS, WAYS, LOADS, H100), "known": _known(), "parts": _parts()}
+    tables = {"steps": table(), "known": _known(), "parts": _parts()}
     texts = {"gathered": f"{gathered(8):.0f}", "load": f"{load.samples} samples of {load.prompt}", "alone": f"{bf16 / fp8:.2f}"}
     return filled(PAGE.read_text(), texts | {name: markdown(list(rows)) for name, rows in tables.items()})
 
@@ -354,7 +339,7 @@ def _ratio(net: int, phase: str) -> float:
 def main() -> None:
     if asked_to_write(__doc__, PAGE):
         PAGE.write_text(page())
-    show("How many times faster than BF16 (estimated)", table(NETS, WAYS, LOADS, H100))
+    show("How many times faster than BF16 (estimated)", table())
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What changes between two weight syncs, and what a delta sync costs.
+"""How much changes between two weight syncs, and what a delta sync costs: tables of ``docs/sync.md``.
 
 ``python -m benchmarks.delta runs`` trains a small model in the real verl or OpenRLHF with ``sync="delta"``, at four learning
-rates one after the other, and reports the bytes that changed and that were sent. ``python -m benchmarks.delta speed`` times the
-packing of one tensor on one thread.
+rates in turn, and reports how many bytes changed and were sent. ``python -m benchmarks.delta speed`` times the packing of one
+tensor on one thread.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,19 +28,8 @@ DELTA = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC": "delta", "CUDA_VISIBLE_
 PATIENCE = 1800.0  # seconds for a run
 
 
-def make_model(folder: Path) -> None:
-    """Write the model into a task's folder, beside its tokenizer."""
-    from transformers import AutoModelForCausalLM
-
-    from tests.models import config_of
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of("qwen3", **MODEL), dtype=torch.float32)
-    model.to(torch.bfloat16).save_pretrained(folder / "model")
-
-
 def add_hook(folder: Path, steps: int) -> Path:
-    """Write a ``sitecustomize`` that changes the optimizer's learning rate every ``steps`` steps. Returns its folder."""
+    """Write a ``sitecustomize`` that changes the optimizer's learning rate every ``steps`` steps; return its folder."""
     place = folder / "hook"
     place.mkdir()
     (place / "sitecustomize.py").write_text(
@@ -61,36 +50,37 @@ def _(module):
     return place
 
 
-def run(framework: str, folder: Path, steps: int) -> list[dict[str, float]]:
-    """Train for ``steps`` steps with each rate; return the metrics of each step."""
+def train(framework: str, folder: Path, steps: int) -> list[dict[str, float]]:
+    """Train for ``steps`` steps at each rate; return the metrics of each step."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.models import config_of
     from tests.openrlhf import run_openrlhf
     from tests.verl import run_verl
 
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("qwen3", **MODEL), dtype=torch.float32)
+    model.to(torch.bfloat16).save_pretrained(run_openrlhf.make_task(folder, fill=True) / "model")
     environ = {**DELTA, "PYTHONPATH": str(add_hook(folder, steps))}
     if framework == "verl":
         found = run_verl.Run(folder, environ=environ, steps=steps * len(RATES))
     else:
-        episodes = ("--train.num_episodes", str(len(RATES)))
-        found = run_openrlhf.Run(folder, *episodes, environ=environ, steps=steps)  # in each episode
+        found = run_openrlhf.Run(folder, "--train.num_episodes", str(len(RATES)), environ=environ, steps=steps)  # in each episode
     if found.wait(PATIENCE) != 0:
         raise SystemExit(found.text[-6000:])
     metrics = found.metrics()
     if len(metrics) != steps * len(RATES) or any(step["jetrl/bit_equal_fraction"] != 1.0 for step in metrics):
-        raise SystemExit(f"{len(metrics)} steps, or a token differed between rollout and trainer")
+        raise SystemExit(f"required {steps * len(RATES)} steps with bit-equal tokens, found {len(metrics)} steps or a mismatch")
     return metrics
 
 
 def runs(framework: str = "verl", steps: int = 10) -> Iterator[Row]:
-    """Medians over the syncs of ``steps`` steps with each learning rate, in "verl" or "openrlhf".
+    """Medians over the syncs of ``steps`` steps at each learning rate, in "verl" or "openrlhf".
 
-    The sync before the first step sends everything and is not among them.
+    They leave out the sync before the first step, which sends everything.
     """
-    from tests.openrlhf.run_openrlhf import make_task
-
-    with tempfile.TemporaryDirectory(prefix="delta") as name:
-        folder = make_task(Path(name), fill=True)
-        make_model(folder)
-        metrics = run(framework, folder, steps)
+    with tempfile.TemporaryDirectory(prefix="delta") as folder:
+        metrics = train(framework, Path(folder), steps)
     for number, rate in enumerate(RATES):
         found = metrics[number * steps : (number + 1) * steps]
         shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in found]
@@ -98,13 +88,12 @@ def runs(framework: str = "verl", steps: int = 10) -> Iterator[Row]:
         yield {
             "framework": framework,
             "learning rate": f"{rate:.0e}",
-            "syncs": len(found),
-            "changed bytes, %": 100 * statistics.median(step["jetrl/sync_changed_fraction"] for step in found),
-            "sent, % of full": 100 * statistics.median(shares),
-            "largest, % of full": 100 * max(shares),
-            "FP8 layers sent, %": 100 * statistics.median(quantized),
+            "bytes that changed, %": 100 * statistics.median(step["jetrl/sync_changed_fraction"] for step in found),
+            "sent, % of a full sync": 100 * statistics.median(shares),
+            "most in one sync, %": 100 * max(shares),
+            "FP8 layers sent, % of their weights": 100 * statistics.median(quantized),
+            "sent, MB": statistics.median(step["jetrl/sync_bytes_total"] for step in found) / 1e6,
             "full, MB": found[0]["jetrl/sync_bytes_full"] / 1e6,
-            "median sent, MB": statistics.median(step["jetrl/sync_bytes_total"] for step in found) / 1e6,
         }
 
 
@@ -117,11 +106,10 @@ def speed(size: int = 1 << 26) -> Iterator[Row]:
         new = torch.where(torch.rand(size, generator=generator) < share, old ^ 1, old)
         record, changed = delta.encode(old, new)
         assert record is not None
-        target = old.clone()
-        work: dict[str, Callable[[], object]] = {
-            "pack": functools.partial(delta.encode, old, new),
-            "apply": functools.partial(delta.apply, target, record),
-            "digest": functools.partial(digest, new.view(-1, 4096)),
+        work = {
+            "pack": partial(delta.encode, old, new),
+            "apply": partial(delta.apply, old.clone(), record),
+            "digest": partial(digest, new.view(-1, 4096)),
         }
         best = best_of(work, seconds=1.0, rounds=3)
         yield {

@@ -1,7 +1,7 @@
-"""What the guards cost in a step: ``python -m benchmarks.guards`` runs the demo and times them in each of its processes.
+"""What the guards cost: ``python -m benchmarks.guards`` runs the demo and times them in each of its processes.
 
-A guard is whatever only finds faults: digests of what is sent and of what serves, messages around a sync, the comparison of
-log-probs, checks that the engine may serve and that the other side lives.
+A guard only detects faults: digests of sent and serving weights, messages around a sync, the comparison of log-probs, the checks
+that an engine may serve and that the other side is alive.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness import Row, main
 
-#: guard -> module and functions that are nothing else
+#: guard -> module and functions that do nothing else
 GUARDS: dict[str, tuple[tuple[str, str], ...]] = {
     "digests": tuple(("jetrl_patch.sync.digest", name) for name in ("start", "read", "Pieces.add", "Pieces.read")),
     "messages": tuple(("jetrl_patch.sync.protocol", name) for name in ("Manifest.encode", "encode_json", "decode_json", "audit")),
@@ -69,16 +68,8 @@ if os.environ.get("TIMED_GUARDS"):
 '''
 
 
-def timed(folder: Path) -> Iterator[Row]:
-    """Yield seconds and calls of each guard over all processes."""
-    pages = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64).view(-1, 2) for file in folder.iterdir()]
-    total = torch.stack(pages).sum(0)
-    for index, name in enumerate(GUARDS):
-        yield {"guard": name, "calls": int(total[index, 1]), "seconds": total[index, 0].item()}
-
-
 def guards(steps: int = 30, out: str = "outputs/guards") -> list[Row]:
-    """Run the demo, and return a row for each guard and one for all of them, with its share of the steps' seconds."""
+    """Run the demo. Returns calls and seconds of each guard and of all, over all processes, with their share of the time."""
     with tempfile.TemporaryDirectory() as temporary:
         hook, folder = Path(temporary) / "hook", Path(temporary) / "timed"
         hook.mkdir()
@@ -86,13 +77,14 @@ def guards(steps: int = 30, out: str = "outputs/guards") -> list[Row]:
         guards = [(index, *function) for index, functions in enumerate(GUARDS.values()) for function in functions]
         (hook / "sitecustomize.py").write_text(f"GUARDS = {guards!r}\n{_HOOK}")
         environ = {**os.environ, "PYTHONPATH": f"{hook}:{os.getcwd()}", "TIMED_GUARDS": str(folder)}
-        subprocess.run(
-            [sys.executable, "-m", "examples.verl.demo", "--steps", str(steps), "--out", out], env=environ, check=True
-        )
-        rows = list(timed(folder))
+        command = [sys.executable, "-m", "examples.verl.demo", "--steps", str(steps), "--out", out]
+        subprocess.run(command, env=environ, check=True)
+        pages = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64).view(-1, 2) for file in folder.iterdir()]
+    total = torch.stack(pages).sum(0).tolist()
+    rows: list[Row] = [{"guard": name, "calls": int(n), "seconds": used} for name, (used, n) in zip(GUARDS, total, strict=False)]
     lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
     seconds = sum(line["data"].get("timing_s/step", 0.0) for line in lines if "data" in line)
-    rows.append({"guard": "all", **{name: sum(row[name] for row in rows) for name in ("calls", "seconds")}})
+    rows.append({"guard": "all", **{column: sum(row[column] for row in rows) for column in ("calls", "seconds")}})
     for row in rows:
         row["share of the steps"] = f"{100 * row['seconds'] / seconds:.2f}%"
     return rows

@@ -82,8 +82,17 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
     return page
 
 
-def extra_memory(run: Callable[[], object]) -> int:
-    """Run it; return by how many bytes the memory of this process grew at most (Linux)."""
+def extra_memory(run: Callable[[], object], device: str = "cpu") -> int:
+    """Run it; return how many bytes it takes at most, of this process (Linux) or on its GPU."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
     run()

@@ -1,8 +1,7 @@
-"""Every CPU kernel beside torch (the products of FP8 and BF16, and the ops between them), and a training step."""
+"""Every CPU kernel compared with torch: FP8 and BF16 products, and the ops between them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
@@ -11,14 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import jetrl_patch
 from benchmarks.harness import Row, best_of
-from examples.words import task, warm_start
-from examples.words.tokenizer import build_tokenizer
-from jetrl_patch import Config
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.backends import get_backend
-from jetrl_patch.exact.ops import token_log_probs
 from jetrl_patch.native import ops
 from jetrl_patch.sync.digest import digest
 
@@ -26,15 +19,15 @@ BF16 = torch.bfloat16
 #: M, N, K
 SHAPES = [(2048, n, n) for n in (512, 1024, 1536)] + [(32, n, n) for n in (512, 1024, 1536)]
 SHAPES += [(16, 1024, 1024), (4, 1024, 1024), (1, 512, 512), (1, 1024, 1024), (1, 1536, 1536), (1, 8192, 4096)]
-#: up to so many rows a product is bound by the weight's bytes
+#: with up to this many rows, reading the weight bounds a product
 FEW = 16
-#: bytes of FP8 weights that no cache holds
+#: bytes of FP8 weights, more than any cache holds
 UNCACHED = 96 << 20
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight [N, K] in every form that a product reads."""
+    """One weight [N, K] in each form that a product reads."""
 
     fp32: Tensor
     bf16: Tensor
@@ -50,10 +43,10 @@ class Weight:
 
 
 def products() -> Iterator[Row]:
-    """GFLOP/s of Y = X W^T. "packed" reads what a rollout lays out once after a weight sync.
+    """GFLOP/s of Y = X W^T. "packed" reads the layout that a rollout makes once after a weight sync.
 
-    Decoding reads every weight of a model for each token, so products of few rows take a different weight in each call, from
-    more of them than fit in a cache. What the bytes allow is the time in which torch's FP32 product of one row reads as many.
+    Decoding reads every weight of a model for each token. So products of few rows take another weight in each call, and the
+    weights together exceed the caches. "What the bytes allow" is the time torch's FP32 product of one row takes per byte.
     """
     backend = get_backend("native")
     for M, N, K in SHAPES:
@@ -87,7 +80,7 @@ def products() -> Iterator[Row]:
 
 
 def layer() -> Iterator[Row]:
-    """GFLOP/s of the three products of a linear layer with their quantizers, and of torch's products of the same shapes."""
+    """GFLOP/s of a linear layer's three products, including quantization, and of torch's products of the same shapes."""
     backend = get_backend("native")
     for M, N, K in ((32, 1024, 1024), (512, 768, 256), (2048, 1024, 1024)):
         g, x, w = torch.randn(M, N), torch.randn(M, K), torch.randn(N, K)
@@ -110,7 +103,7 @@ def layer() -> Iterator[Row]:
 
 
 def operations() -> Iterator[Row]:
-    """Milliseconds of every other kernel, of what torch has in its place in BF16 and FP32, and of a copy of what it reads."""
+    """Milliseconds of every other kernel, of torch's equivalent in BF16 and FP32, and of a copy of the input."""
     for name, (read, ours, torchs) in _cases().items():
         functions: dict[str, Callable[[], object]] = {"ours": ours, "copy": read.clone}
         if torchs is not None:
@@ -157,38 +150,3 @@ def _cases() -> Mapping[str, Case]:
         f"fingerprint, {one}": (x, lambda: ops.fingerprint(x), None),
         f"digest, {one}": (x, lambda: digest(x), None),
     }  # fmt: skip
-
-
-MODES = {
-    "bf16": Config(precision="bf16"),
-    "fp8-unified, linear": Config(precision="fp8-unified", align="linear"),
-    "fp8-unified, exact": Config(precision="fp8-unified", align="exact"),
-}
-
-
-def training_steps(batch_size: int = 64) -> Iterator[Row]:
-    """Milliseconds of a complete step of the demo model (log-probs, forward, backward, AdamW), and the ratio to BF16."""
-    tokenizer = build_tokenizer()
-    prompts = {q: warm_start.prompt_ids(tokenizer, q) for q in task.split()[0][:256]}
-    ids, labels = warm_start.batch(tokenizer, prompts, batch_size, 0.5, random.Random(0))
-    jetrl_patch.enable(precision="fp8-unified", align="exact")
-    steps = {}
-    for name, config in MODES.items():
-        model = warm_start.build_model(tokenizer, 0).to(torch.bfloat16)
-        prepare_model(model, config.resolved())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-
-        def step(model=model, optimizer=optimizer) -> None:  # type: ignore[no-untyped-def]
-            with torch.no_grad():  # the old log-probs
-                token_log_probs(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
-            logits = model(input_ids=ids, use_cache=False).logits
-            loss = -(token_log_probs(logits[:, :-1], ids[:, 1:]) * (labels[:, 1:] >= 0)).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        steps[name] = step
-    best = best_of(steps, seconds=6.0, rounds=5)
-    jetrl_patch.disable()
-    for name, seconds in best.items():
-        yield {"mode": name, "tokens": ids.numel(), "ms per step": seconds * 1e3, "ratio to BF16": seconds / best["bf16"]}

@@ -1,44 +1,38 @@
-"""The digest and a whole weight sync on the CPU, beside the formula that they replaced.
+"""The digest and a whole weight sync on the CPU: the first tables of ``docs/sync.md``.
 
-``python -m benchmarks.sync digest`` prints GB/s on one thread; ``python -m benchmarks.sync model`` sends a model from a
-trainer's stream over buckets into an engine's memory, once with the formula and once with the kernel.
+``python -m benchmarks.sync digest`` prints GB/s on one thread; ``python -m benchmarks.sync model`` sends a model from a trainer's
+stream into an engine's memory.
 """
 
 from __future__ import annotations
 
-import functools
-import resource
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
-from benchmarks.harness import Row, best_of, main
+from benchmarks.harness import Row, best_of, extra_memory, main
 from jetrl_patch.backends import get_backend
 from jetrl_patch.sync import digest as digests
-from jetrl_patch.sync.digest import Pieces, Rect, formula
+from jetrl_patch.sync.digest import Pieces, Rect
 from jetrl_patch.sync.protocol import SCALE_SUFFIX, Terms
 from jetrl_patch.sync.receive import Receiver
-from jetrl_patch.sync.send import BUCKET_BYTES, SyncStats, pack, quantized_stream, unpack
+from jetrl_patch.sync.send import SyncStats, pack, quantized_stream, unpack
 
-TERMS = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend="native")
-CPU = torch.device("cpu")
 #: bytes [rows, columns]: a slice of a row-parallel layer, one expert, a fused layer, an embedding in BF16
 SHAPES = ((2048, 2048), (4096, 4096), (8192, 8192), (32768, 4096))
 
 
 def digest() -> Iterator[Row]:
-    """GB/s of the kernel and of the formula in torch, in the same run."""
+    """GB/s on one thread."""
     torch.set_num_threads(1)
     for rows, cols in SHAPES:
         data = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
-        functions = {"kernel": functools.partial(digests.digest, data), "formula": functools.partial(formula, data)}
-        best = best_of(functions, seconds=1.0, rounds=3)
-        speed = {f"{name}, GB/s": data.numel() / seconds / 1e9 for name, seconds in best.items()}
-        yield {"bytes": f"{rows} x {cols}", **speed, "ratio": best["formula"] / best["kernel"]}
+        best = best_of({"digest": partial(digests.digest, data)}, seconds=1.0, rounds=3)
+        yield {"bytes": f"{rows} x {cols}", "GB/s": data.numel() / best["digest"] / 1e9}
 
 
 def shapes_of(parameters: float) -> dict[str, tuple[int, ...]]:
@@ -58,18 +52,15 @@ def shapes_of(parameters: float) -> dict[str, tuple[int, ...]]:
 
 
 class Memory:
-    """An engine that keeps what it is sent: bytes of its own, as a vLLM worker does."""
+    """An engine that copies what it receives into memory of its own, as a vLLM worker does."""
 
-    def __init__(
-        self, shapes: dict[str, tuple[int, ...]], layers: list[str], device: torch.device = CPU
-    ) -> None:
-        self.layers = layers
+    def __init__(self, shapes: dict[str, tuple[int, ...]], layers: list[str], device: torch.device) -> None:
+        self.layers, self.device = layers, device
         self.tensors: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
             quantized = name.removesuffix(".weight") in layers
-            self.tensors[name] = torch.zeros(
-                shape, dtype=torch.float8_e4m3fn if quantized else torch.bfloat16, device=device
-            )
+            dtype = torch.float8_e4m3fn if quantized else torch.bfloat16
+            self.tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
             if quantized:
                 self.tensors[name + SCALE_SUFFIX] = torch.zeros(-(-shape[0] // 128), -(-shape[1] // 128), device=device)
 
@@ -88,7 +79,7 @@ class Memory:
             self.tensors[name].copy_(tensor)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
     def installed(self, plain: Mapping[str, tuple[tuple[int, ...], str]]) -> list[Rect]:
         pieces = Pieces()
@@ -99,85 +90,55 @@ class Memory:
         return pieces.read()
 
 
-def sync(
-    weights: dict[str, torch.Tensor], layers: list[str], engine: Memory, overlapped: bool, terms: Terms = TERMS,
-    device: torch.device = CPU,
-) -> float:  # fmt: skip
-    """Seconds of one sync. The engine loads in a thread, as a worker's process does beside the trainer's."""
+def sync(weights: dict[str, torch.Tensor], engine: Memory, terms: Terms, overlapped: bool) -> None:
+    """One sync. The engine loads in a thread of its own, as a worker runs in a process of its own."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     backend = get_backend(terms.backend)
     receiver = Receiver(engine, terms)
-    start = time.perf_counter()
     stream = quantized_stream(
-        iter(weights.items()), terms=terms, layers=layers, shapes=shapes, stats=SyncStats(),
+        iter(weights.items()), terms=terms, layers=engine.layers, shapes=shapes, stats=SyncStats(),
         quantize=lambda name, weight: backend.quantize_weight(weight, "pow2"),
     )  # fmt: skip
-    travelling: threading.Thread | None = None
-    for bucket in pack(stream, device):
-        if travelling is not None:
-            travelling.join()
-        travelling = threading.Thread(target=lambda b=bucket: receiver.on_bucket(unpack(b.flat, b.entries)))  # type: ignore[misc]
-        travelling.start()
+    loading = threading.Thread()
+    loading.start()
+    for bucket in pack(stream, engine.device):
+        loading.join()
+        loading = threading.Thread(target=lambda b=bucket: receiver.on_bucket(unpack(b.flat, b.entries)))
+        loading.start()
         if not overlapped:
-            travelling.join()
-    if travelling is not None:
-        travelling.join()
+            loading.join()
+    loading.join()
     receiver.finish()
-    return time.perf_counter() - start
 
 
-def model(parameters: float = 1e9) -> Iterator[Row]:
-    """Seconds and peak extra memory of a sync with the formula and with the kernel, interleaved."""
+def plain(weights: dict[str, torch.Tensor], engine: Memory) -> None:
+    """Every weight in BF16, in the same buckets, without a manifest, digests or poison."""
+    for bucket in pack(iter(weights.items()), engine.device):
+        engine.load(unpack(bucket.flat, bucket.entries))
+
+
+PLAIN, SERIAL, OVERLAPPED = "plain BF16", "one bucket after the other", "next bucket prepared while one travels"
+
+
+def model(parameters: float = 1e9, device: str = "cpu", backend: str = "native", turns: int = 2) -> Iterator[Row]:
+    """The fastest sync of ``turns``, and the memory that it takes beyond the weights of both sides."""
     shapes = shapes_of(parameters)
-    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if "_proj" in name]
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    generator = torch.Generator().manual_seed(0)
+    layers = [name.removesuffix(".weight") for name in shapes if "_proj" in name]
+    terms = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend=backend)
     weights = {
-        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator) for name, shape in shapes.items()
+        name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02) for name, shape in shapes.items()
     }
-    engine = Memory(shapes, layers)
-    engine.poison()  # its memory is resident before anything is measured
-    seconds: dict[str, list[float]] = {"formula": [], "kernel": [], "kernel, overlapped": []}
-    extra: dict[str, int] = {}
-    for _ in range(2):
-        for name, found in seconds.items():
-            before = _resident()
-            with Watch() as watch, mock.patch.object(digests, "_native", lambda name=name: name != "formula"):
-                found.append(sync(weights, layers, engine, overlapped="overlapped" in name))
-            extra[name] = max(extra.get(name, 0), watch.peak - before)
-    for name, found in seconds.items():
-        yield {
-            "digest": name,
-            "parameters": float(count),
-            "threads": torch.get_num_threads(),
-            "seconds": min(found),
-            "ratio": min(found) / min(seconds["formula"]),
-            "extra MiB": extra[name] >> 20,
-            "allowed MiB": (BUCKET_BYTES + max(torch.Size(s).numel() for s in shapes.values()) * 2) >> 20,
-        }
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-class Watch:
-    """The largest resident memory of this process, looked at every few milliseconds."""
-
-    def __enter__(self) -> Watch:
-        self.peak, self._stop = 0, threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._stop.wait(0.005):
-            self.peak = max(self.peak, _resident())
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    for way in (PLAIN, SERIAL, OVERLAPPED):
+        engine = Memory(shapes, layers if way != PLAIN else [], torch.device(device))
+        engine.poison()  # makes its memory resident before anything is measured
+        run = partial(plain, weights, engine) if way == PLAIN else partial(sync, weights, engine, terms, way == OVERLAPPED)
+        seconds, extra = [], 0
+        for _ in range(turns):
+            start = time.perf_counter()
+            extra = max(extra, extra_memory(run, device))
+            seconds.append(time.perf_counter() - start)
+        sent = sum(tensor.nbytes for tensor in engine.tensors.values())
+        yield {"": way, "GB": sent / 1e9, "seconds": min(seconds), "extra memory, MiB": extra / 2**20}
 
 
 if __name__ == "__main__":

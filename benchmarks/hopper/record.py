@@ -1,40 +1,41 @@
-"""What a part found, in a JSON file that is written after each piece, and the pages that show it.
-
-A command that was cut short loses one piece at most. A part that was not measured has no page.
-"""
+"""What a part found, in a JSON file that is written after each piece, and the pages made from it."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.harness import Row, filled, markdown
 from benchmarks.hopper.plan import ESTIMATED, PARTS, Part, table
 
 #: the page about all parts
 INDEX = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "hopper" / "index.md"
-#: how often a piece may end its process before it counts as failed
-TRIALS = 2
 #: title, rows and note of a table
 Table = tuple[str, list[Row], str]
 
 
+class Piece(NamedTuple):
+    """What is measured at once: a run is kept, and goes on, piece by piece. ``table`` is the title of the table of its rows."""
+
+    table: str
+    name: str
+    rows: Callable[[], Iterable[Row]]
+
+
 @dataclass
 class Record:
-    """A part's pieces, by name.
+    """A part's results, by the name of the piece.
 
     Attributes:
-        planned: the table of each piece, in order.
-        running: the piece that has begun and not ended.
-        rows, errors: what a piece found, or why it failed.
-        lost: how a piece ended its process, each time.
         environment: hardware, software and options of all rows. commands: the command lines that measured them.
-        clocks: of the GPU, for each table.
-        missing: backends and libraries that are not there, and why.
+        planned: the table of each piece, in order.
+        rows, errors: what a piece found, or why it failed.
+        missing: unavailable backends and libraries, with the reason.
     """
 
     part: str
@@ -42,22 +43,14 @@ class Record:
     environment: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     planned: dict[str, str] = field(default_factory=dict)
-    running: str = ""
     rows: dict[str, list[Row]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, list[str]] = field(default_factory=dict)
-    clocks: dict[str, dict[str, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     @property
     def left(self) -> list[str]:
-        """Pieces that have not ended, last those that ended their process."""
-        return sorted((name for name in self.planned if name not in self.rows | self.errors), key=lambda name: name in self.lost)
-
-    @property
-    def ended(self) -> int:
-        """How many pieces were measured or have failed."""
-        return len(self.rows) + len(self.errors)
+        """Pieces that have not ended."""
+        return [name for name in self.planned if name not in self.rows | self.errors]
 
     @property
     def complete(self) -> bool:
@@ -66,17 +59,11 @@ class Record:
 
     @property
     def state(self) -> str:
-        """In words: ``done``, or how far it is."""
+        """The progress, in words."""
         if not self.planned:
             return "not measured"
         done = f"{len(self.planned) - len(self.left)} of {len(self.planned)} pieces" if self.left else "done"
         return f"{done}, {len(self.errors)} failed" if self.errors else done
-
-    def lose(self, piece: str, how: str) -> None:
-        """Note that a piece ended its process. It runs once more in another one; then it has failed."""
-        self.lost.setdefault(piece, []).append(how)
-        if len(self.lost[piece]) >= TRIALS:
-            self.errors[piece] = f"ended its process {TRIALS} times: {how}"
 
     def tables(self) -> dict[str, list[Row]]:
         """Title -> rows of all its pieces, in the order of the plan."""
@@ -86,22 +73,46 @@ class Record:
         return found
 
     def other(self, here: dict[str, str]) -> str:
-        """In what this environment differs from that of the rows; "" if they may be joined."""
+        """How this environment differs from that of the rows; "" if the rows may be joined."""
         keys = [key for key in {**self.environment, **here} if self.environment.get(key) != here.get(key) and key != "commit"]
         if not self.rows or not keys:
             return ""
         before, now = (", ".join(f"{key} {side.get(key, 'none')}" for key in keys) for side in (self.environment, here))
         return (
-            f"part {self.part}: required {before}, with which its other rows were measured, found {now}. "
-            "Measure all anew (add --again), or keep both (give another --out)."
+            f"part {self.part}: its other rows were measured with {before}, found {now}. "
+            "Measure all again (add --again), or keep both (choose another --out)."
         )
 
     def save(self, file: Path) -> None:
-        """Write the file whole, or leave the one that is there."""
+        """Write the whole file, or leave the old one."""
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".tmp")
         beside.write_text(json.dumps(asdict(self), indent=1) + "\n")
         os.replace(beside, file)
+
+
+class Setup(NamedTuple):
+    """What a part is given.
+
+    Attributes:
+        dry: tiny sizes on a CPU.
+        scratch: folder for checkpoints and logs.
+        deep_gemm: whether DeepGEMM takes part.
+    """
+
+    dry: bool
+    scratch: Path
+    record: Record
+    deep_gemm: bool = True
+
+    @property
+    def backend(self) -> str:
+        """The plugin's ``backend`` in every mode."""
+        return "auto" if self.deep_gemm or self.dry else "triton"
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
 
 
 def load(file: Path, part: str) -> Record:
@@ -130,17 +141,16 @@ def page(part: Part, record: Record) -> str:
     if record.left:
         text += f"\n**Incomplete:** not measured: {'; '.join(record.left)}.\n"
     if record.missing:
-        text += f"\nNot there: {'; '.join(f'{name}: {reason}' for name, reason in record.missing.items())}.\n"
+        text += f"\nUnavailable: {'; '.join(f'{name}: {reason}' for name, reason in record.missing.items())}.\n"
     tables: list[Table] = importlib.import_module(f"benchmarks.hopper.{part.name}").derive(record)
     for title, rows in record.tables().items():
         failed = [f"{piece} failed: {why}" for piece, why in record.errors.items() if record.planned[piece] == title]
         tables.append((title, rows, " ".join(failed)))
-    tables.append(("Clocks", [{"table": title, **found} for title, found in record.clocks.items()], ""))
     return "\n".join([text, *(markdown(rows, title, note) for title, rows, note in tables if rows or note)])
 
 
 def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
-    """Write the pages of these parts from the records in ``folder``, and the page about all."""
+    """Write the pages of these parts from the records in ``folder``, and the page about all. An unmeasured part has no page."""
     records = {part.letter: load(folder / f"{part.name}.json", part.name) for part in PARTS}
     rows = table(PARTS, {letter: record.state for letter, record in records.items()})
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Part a: the tests of ``tests/gpu``, each function in a process of its own, which it may end or whose device it may break."""
+"""Part a: the tests of ``tests/gpu``, each function in a process of its own, because a test may end it or break its device."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import ast
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 from benchmarks.harness import Row
-from benchmarks.hopper.record import Record, Table
-from benchmarks.hopper.worker import Piece, Setup
+from benchmarks.hopper.record import Piece, Record, Setup, Table
 from tests.gpu.optional import NOT_TRIED
 
 ROOT = Path(__file__).resolve().parents[2]
+#: a "refused" test failed as it declares
 OUTCOMES = ("passed", "failed", "refused", "skipped")
 
 
@@ -28,19 +28,11 @@ def pieces(setup: Setup) -> Iterator[Piece]:
                 yield Piece("Tests", f"{file.stem}: {node.name}", partial(run, file, node.name))
 
 
-class Outcome(NamedTuple):
-    """What a test did: ``refused`` is an expected failure, which a test declares."""
-
-    test: str
-    outcome: str
-    reason: str = ""
-
-
 def run(file: Path, function: str) -> list[Row]:
-    """Counts of one function's tests, the names of those that failed, and why tests were skipped.
+    """How many of one function's tests had each outcome, which failed, and why tests were skipped.
 
     Raises:
-        RuntimeError: it could not be imported, or it ended its process.
+        RuntimeError: the file cannot be imported, or a test ended the process.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -48,25 +40,27 @@ def run(file: Path, function: str) -> list[Row]:
         done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, 1) or not report.exists():
             raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-1500:]}")
-        suite = ElementTree.parse(report).getroot()
-    found = [outcome_of(case) for case in suite.iter("testcase")]
-    counts = {outcome: sum(each.outcome == outcome for each in found) for outcome in OUTCOMES}
-    failed = [f"{each.test}: {each.reason}" for each in found if each.outcome == "failed"]
-    skipped = dict.fromkeys(each.reason.replace(";", ",") for each in found if each.outcome == "skipped")
-    seconds = sum(float(case.get("time", 0)) for case in suite.iter("testcase"))
-    head = {"file": file.name, "test": function}
-    return [{**head, **counts, "seconds": seconds, "failed tests": "; ".join(failed), "why skipped": "; ".join(skipped)}]
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    found = [(case.get("name"), *outcome_of(case)) for case in cases]
+    counts = Counter(outcome for _, outcome, _ in found)
+    skipped = dict.fromkeys(reason.replace(";", ",") for _, outcome, reason in found if outcome == "skipped")
+    return [
+        {
+            "file": file.name, "test": function, **{outcome: counts[outcome] for outcome in OUTCOMES},
+            "seconds": sum(float(case.get("time", 0)) for case in cases),
+            "failed tests": "; ".join(f"{name}: {reason}" for name, outcome, reason in found if outcome == "failed"),
+            "why skipped": "; ".join(skipped),
+        }
+    ]  # fmt: skip
 
 
-def outcome_of(case: ElementTree.Element) -> Outcome:
-    """From pytest's report. Of set-up, call and end, what went wrong counts."""
-    name = case.get("name", "")
+def outcome_of(case: ElementTree.Element) -> tuple[str, str]:
+    """Outcome and reason, from pytest's report. An error in set-up or tear-down counts as a failure."""
     for wrong in (*case.iter("failure"), *case.iter("error")):
-        return Outcome(name, "failed", (wrong.get("message") or "no message").splitlines()[0][:300])
+        return "failed", (wrong.get("message") or "no message").splitlines()[0][:300]
     for skipped in case.iter("skipped"):
-        refused = skipped.get("type") == "pytest.xfail"
-        return Outcome(name, "refused" if refused else "skipped", skipped.get("message", ""))
-    return Outcome(name, "passed")
+        return "refused" if skipped.get("type") == "pytest.xfail" else "skipped", skipped.get("message", "")
+    return "passed", ""
 
 
 def derive(record: Record) -> list[Table]:
@@ -79,5 +73,5 @@ def derive(record: Record) -> list[Table]:
     if absent and verdict == "met":
         verdict = f"met; not tried: {', '.join(absent)}"
     found = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    target = [{"target": "every test passes or is refused as it declares", "found": found, "verdict": verdict}]
+    target = [{"target": "every test passes, or is refused as it declares", "found": found, "verdict": verdict}]
     return [("Target", target, ""), ("Skipped", [{"why tests were skipped": reason} for reason in reasons], "")]

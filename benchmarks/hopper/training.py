@@ -1,8 +1,8 @@
 """Part e: a training step of a stack of blocks with ``lm_head`` and log-probs, by phase.
 
-Parameters, gradients and AdamW's states are BF16 on one GPU without FSDP, in every mode. BF16 runs as transformers has it, with
-SDPA or, where it is installed, flash-attn; its log-probs are those of verl, which also depend on flash-attn. Compiled, they are
-those of all rows at once, because verl's cannot be compiled.
+Parameters, gradients and AdamW's states are BF16 on one GPU without FSDP, in every mode. BF16 runs as in transformers, with
+flash-attn if installed, else SDPA; its log-probs are verl's, which also depend on flash-attn. Compiled BF16 takes all rows at
+once, because verl's formula cannot be compiled.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import jetrl_patch
 from benchmarks.harness import Row
-from benchmarks.hopper import log_probs, shape
-from benchmarks.hopper.record import Record, Table
-from benchmarks.hopper.worker import Piece, Setup
+from benchmarks.hopper import shape
+from benchmarks.hopper.record import Piece, Record, Setup, Table
 from jetrl_patch import Config
 
 BASELINE, COMPILED, TITLE = "BF16", "BF16, compiled", "Steps"
@@ -36,7 +35,7 @@ PHASES = ("old log-probs", "forward", "backward", "optimizer")
 
 
 class Size(NamedTuple):
-    """Blocks, sequences, tokens of each, and steps that are measured after as many that warm up."""
+    """Blocks, sequences, tokens of each, and steps measured after as many warm-up steps."""
 
     layers: int = 4
     sequences: int = 4
@@ -49,7 +48,7 @@ def pieces(setup: Setup) -> Iterator[Piece]:
     for checkpointing in (False,) if setup.dry else (False, True):
         for mode in MODES:
             name = f"{mode}, checkpointing" if checkpointing else mode
-            yield Piece(TITLE, name, partial(_run, setup, size, mode, checkpointing), 60)
+            yield Piece(TITLE, name, partial(_run, setup, size, mode, checkpointing))
 
 
 def _run(setup: Setup, size: Size, mode: str, checkpointing: bool) -> list[Row]:
@@ -66,21 +65,14 @@ def _run(setup: Setup, size: Size, mode: str, checkpointing: bool) -> list[Row]:
 
 
 def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, checkpointing: bool) -> Row:
-    from transformers import AutoModelForCausalLM
-
     from jetrl_patch.adapters.transformers.prepare import prepare_model
     from jetrl_patch.exact.ops import token_log_probs
 
-    torch.manual_seed(0)
-    device = torch.device(setup.device)
-    cuda = device.type == "cuda"
+    cuda = not setup.dry
     config = shape.config(size.layers, setup.dry)
     flash = cuda and importlib.util.find_spec("flash_attn") is not None
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="flash_attention_2" if flash else "sdpa"
-        )
-    name, formula = ("all rows at once", log_probs.plain) if compiled else log_probs.of_verl()
+    model = shape.build(config, setup.device, "flash_attention_2" if flash else "sdpa")
+    name, formula = ("all rows at once", shape.plain_log_probs) if compiled else shape.verl_log_probs()
     if settings is not None:
         prepare_model(model, settings.resolved(), device_type=setup.device)
         if settings.resolved().same_log_probs:
@@ -89,7 +81,7 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=cuda)
-    ids = torch.randint(config.vocab_size, (size.sequences, size.tokens), device=device)
+    ids = torch.randint(config.vocab_size, (size.sequences, size.tokens), device=setup.device)
 
     def score(ids: Tensor) -> Tensor:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -122,7 +114,7 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     steps = [step() for _ in range(size.steps)]
-    # exact mode leaves the pass for old log-probs out
+    # exact mode skips the pass for old log-probs
     counted = PHASES[1:] if settings is not None and settings.resolved().exact else PHASES
     whole = statistics.median(sum(found[phase] for phase in counted) for found in steps)
     return {
@@ -134,12 +126,12 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
 
 
 def derive(record: Record) -> list[Table]:
-    """Time of both baselines over that of each mode, with the same checkpointing."""
+    """Time of both baselines over that of each mode with the same checkpointing."""
     table, found = [], {(row["mode"], row["checkpointing"]): row for row in record.tables().get(TITLE, [])}
     for (mode, again), row in found.items():
         line: Row = {"mode": mode, "checkpointing": again}
         for base in (BASELINE, COMPILED):
             line[f"{base} / this"] = found[base, again]["step ms"] / row["step ms"] if (base, again) in found else ""
         table.append(line)
-    note = "A step is all four phases; exact mode's has no pass for old log-probs, because the rollout's are the trainer's."
-    return [("A step against both baselines", table, note if table else "")]
+    note = "A step is all four phases. Exact mode skips the pass for old log-probs, because the rollout's are the trainer's."
+    return [("A step relative to both baselines", table, note if table else "")]

@@ -1,23 +1,23 @@
-"""``make hopper`` without a GPU: its plan, its checks, what it keeps and goes on with, its pages, and the dry run."""
+"""``make hopper`` without a GPU: the plan, the checks, kept records, the pages, and the dry run."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 import types
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.hopper import __main__ as hopper
-from benchmarks.hopper import device, parity, plan, record, rollout, tests, worker
+from benchmarks.hopper import parity, plan, record, rollout, tests, worker
 from benchmarks.hopper.plan import ALL, LIMIT, PARTS, find
-from benchmarks.hopper.record import Record, load
-from benchmarks.hopper.worker import BROKEN, DONE, FAILED, LEFT, REFUSED, Piece, Setup
+from benchmarks.hopper.record import Piece, Record, Setup, load
+from benchmarks.hopper.worker import UNENDED
 from jetrl_patch.backends import capability
 from jetrl_patch.native import machine as support
 
@@ -33,7 +33,7 @@ def test_the_plan_needs_the_standard_library_alone():
     code = "import sys; from benchmarks.hopper.__main__ import main; assert not main(['--plan']) and 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert [line[0] for line in run.stdout.splitlines()[1:8]] == list("abcdefg") and "estimated" in run.stdout
+    assert [line[2] for line in run.stdout.splitlines()[2:9]] == list("abcdefg") and "estimated" in run.stdout
 
 
 def test_a_command_ends_before_nine_minutes():
@@ -53,7 +53,7 @@ def test_without_a_gpu_it_says_so_before_anything_starts(tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine on which everything is there."""
+    """A machine that lacks nothing."""
     import torch
 
     monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: name)
@@ -133,24 +133,16 @@ def test_parts_that_can_run_do(tmp_path, monkeypatch, capsys, missing, asked, ra
     done = []
     monkeypatch.setattr(hopper, "check", lambda *_: missing)
     monkeypatch.setattr(hopper, "run", lambda part, args: done.append(part.letter) or True)
-    assert hopper.main([*asked, "--records", "--out", str(tmp_path / "out")]) == status
+    assert hopper.main([*asked, "--out", str(tmp_path / "out")]) == status
     said = capsys.readouterr()
     assert "".join(done) == ran
     assert all(text in (said.out if ran else said.err) for text in missing.values())
     assert not ran or said.out.count("not run: part") == len(missing)
 
 
-def test_records_alone_and_pages_on_demand(tmp_path, monkeypatch):
-    """A folder of records has one file a part; pages come when they are asked for."""
-    monkeypatch.setattr(hopper, "check", lambda *_: {})
-
-    def run(part, args):
-        Record(part.name, planned={"x": "T"}, rows={"x": [counted()]}).save(args.out / f"{part.name}.json")
-        return True
-
-    monkeypatch.setattr(hopper, "run", run)
-    assert hopper.main(["--records", "--out", str(tmp_path)]) == 0
-    assert sorted(f.name for f in tmp_path.iterdir()) == sorted(f"{part.name}.json" for part in PARTS)
+def test_pages_of_existing_records(tmp_path):
+    for part in PARTS:
+        Record(part.name, planned={"x": "T"}, rows={"x": [counted()]}).save(tmp_path / f"{part.name}.json")
     assert hopper.main(["--pages", "--out", str(tmp_path)]) == 0
     assert len(list(tmp_path.glob("*.md"))) == len(PARTS) + 1
 
@@ -158,19 +150,19 @@ def test_records_alone_and_pages_on_demand(tmp_path, monkeypatch):
 HERE = {"torch": "2", "device": "H200", "code": "abc", "commit": "1", "options": "none"}
 
 
-def command(pieces, file, limit=LIMIT, clock=time.monotonic):
-    """One command of a part with these pieces."""
-    return worker.measure(load(file, "kernels"), file, pieces, limit, clock)
+def command(pieces, file, end=math.inf):
+    """One process of a part with these pieces."""
+    return worker.measure(load(file, "kernels"), file, pieces, end)
 
 
-def piece(name, tick=lambda name: None, table="T", seconds=20.0):
-    """A piece of one row, as which ``tick`` is called."""
+def piece(name, tick=lambda name: None, table="T"):
+    """A piece of one row, which calls ``tick``."""
 
     def rows():
         tick(name)
         return [{"row": name}]
 
-    return Piece(table, name, rows, seconds)
+    return Piece(table, name, rows)
 
 
 def failing(*names, error="out of memory"):
@@ -185,100 +177,95 @@ def failing(*names, error="out of memory"):
     return tick
 
 
-def test_pieces_are_measured_once_and_the_next_command_goes_on(tmp_path):
+def test_pieces_are_measured_once_and_the_next_command_goes_on(tmp_path, monkeypatch, capsys):
     now, done = [0.0], []
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
 
     def tick(name):
         done.append(name)
         now[0] += 60
 
-    pieces, file = [piece(name, tick, seconds=100) for name in "xyz"], tmp_path / "kernels.json"
-    given = {"limit": 200, "clock": lambda: now[0]}
-    assert command(pieces, file, **given) == LEFT
+    pieces, file = [piece(name, tick) for name in "xyz"], tmp_path / "kernels.json"
+    assert command(pieces, file, 100) and "1 pieces are left for the next command" in capsys.readouterr().out
     found = load(file, "kernels")
     assert done == ["x", "y"] and found.left == ["z"] and found.state == "2 of 3 pieces" and not found.complete
     assert "not measured: z" in record.page(find(["b"])[0], found)
-    assert command(pieces, file, **given) == DONE
+    assert command(pieces, file, 200)
     found = load(file, "kernels")
     assert done == ["x", "y", "z"] and found.state == "done" and found.tables() == {"T": [{"row": name} for name in "xyz"]}
-    assert command(pieces, file, **given) == DONE and len(done) == 3
-
-
-def test_a_first_piece_begins_whatever_it_takes(tmp_path):
-    assert command([piece("x", seconds=1000), piece("y")], tmp_path / "kernels.json", limit=100) == DONE
+    assert command(pieces, file) and len(done) == 3
 
 
 def test_rows_are_kept_as_they_come(tmp_path):
-    """What ends the process loses the piece that it ended."""
+    """A piece that ends the process has failed, and the next process goes on with the next piece."""
     file = tmp_path / "kernels.json"
 
     def tick(name):
-        if name == "z":
+        if name == "y":
             raise KeyboardInterrupt
 
+    pieces = [piece(name, tick) for name in "xyz"]
     with pytest.raises(KeyboardInterrupt):
-        command([piece(name, tick) for name in "xyz"], file)
+        command(pieces, file)
     found = load(file, "kernels")
-    assert list(found.rows) == ["x", "y"] and found.running == "z" and found.left == ["z"]
+    assert list(found.rows) == ["x"] and found.errors == {"y": UNENDED} and found.left == ["z"]
+    assert command(pieces, file) and list(load(file, "kernels").rows) == ["x", "z"]
 
 
 def test_a_piece_that_fails_leaves_the_others_and_runs_again_when_asked(tmp_path):
     file, tick = tmp_path / "kernels.json", failing("y")
-    assert command([piece(name, tick) for name in "xyz"], file) == FAILED
+    assert command([piece(name, tick) for name in "xyz"], file)
     found = load(file, "kernels")
     assert list(found.rows) == ["x", "z"] and found.errors == {"y": "RuntimeError: out of memory"} and found.complete
     assert found.state == "done, 1 failed" and "y failed: RuntimeError: out of memory" in record.page(find(["b"])[0], found)
     hopper.forget(file, find(["b"])[0], everything=False, failed=True)
     assert load(file, "kernels").left == ["y"]
     again = failing()
-    assert command([piece(name, again) for name in "xyz"], file) == DONE and again.told == ["y"]
+    assert command([piece(name, again) for name in "xyz"], file) and again.told == ["y"]
     assert [row["row"] for row in load(file, "kernels").tables()["T"]] == list("xyz")  # in the order of the plan
     hopper.forget(file, find(["b"])[0], everything=True, failed=False)
     assert not file.exists()
 
 
-def test_a_broken_device_ends_the_process_and_the_piece_is_tried_once_more(tmp_path, monkeypatch):
-    """After the second process the piece has failed. The others go first."""
-    broken, file, tick = [False], tmp_path / "kernels.json", failing("x", error="an illegal memory access was encountered")
-    monkeypatch.setattr(device, "is_broken", lambda: broken[0])
+def test_a_broken_device_ends_the_process_and_the_next_one_goes_on(tmp_path, monkeypatch):
+    broken, file = [False], tmp_path / "kernels.json"
+    monkeypatch.setattr(worker, "is_broken", lambda: broken[0])
+    tick = failing("x", error="an illegal memory access was encountered")
 
     def breaks(name):
         broken[0] = name == "x"
         tick(name)
 
-    for expected in (BROKEN, BROKEN, FAILED):
-        broken[0] = False
-        assert command([piece(name, breaks) for name in "xy"], file) == expected and not load(file, "kernels").running
-    assert tick.told == ["x", "y", "x"]
-    error = load(file, "kernels").errors["x"]
-    assert "ended its process 2 times" in error and "illegal" in error
+    assert not command([piece(name, breaks) for name in "xy"], file)
+    broken[0] = False
+    assert command([piece(name, breaks) for name in "xy"], file) and tick.told == ["x", "y"]
+    assert "illegal" in load(file, "kernels").errors["x"]
 
 
 def test_a_device_that_breaks_after_a_call_is_no_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "is_broken", lambda: True)
+    monkeypatch.setattr(worker, "is_broken", lambda: True)
     file = tmp_path / "kernels.json"
-    assert command([piece("x")], file) == BROKEN
+    assert not command([piece("x")], file)
     found = load(file, "kernels")
-    assert not found.rows and found.left == ["x"] and "had returned" in found.lost["x"][0]
+    assert not found.rows and "had returned" in found.errors["x"]
 
 
-def test_memory_that_is_given_back_too_late_ends_nothing(monkeypatch):
+def test_memory_that_is_given_back_too_late_ends_nothing(tmp_path, monkeypatch):
     import torch
 
     def fails():
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", fails)
-    worker.release()
+    assert command([piece("x")], tmp_path / "kernels.json")
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"torch": "3"}, "required torch 2, with which its other rows were measured, found torch 3."),
-        ({"options": "--without-deep-gemm"}, "required options none, with which its other rows were measured, found op"),
-        ({"vllm": "1"}, "required vllm none"),
+        ({"torch": "3"}, "its other rows were measured with torch 2, found torch 3."),
+        ({"options": "--without-deep-gemm"}, "measured with options none, found options --without-deep-gemm"),
+        ({"vllm": "1"}, "measured with vllm none"),
         ({"code": "def"}, "code def"),
         ({"commit": "2"}, ""),  # the same code
         ({}, ""),
@@ -296,15 +283,15 @@ def test_another_environment_is_refused_before_anything_is_measured(tmp_path, ca
     file = tmp_path / "tests.json"
     Record("tests", planned={"x": "T", "y": "T"}, rows={"x": []}, environment={"torch": "0.1"}).save(file)
     before = file.read_text()
-    given = {"part": "tests", "out": tmp_path, "scratch": tmp_path, "command": "c", "dry": True, "deep_gemm": True, "limit": 9.0}
-    assert worker.main(**given) == REFUSED and "required torch 0.1" in capsys.readouterr().out and file.read_text() == before
+    worker.main("tests", tmp_path, tmp_path, "command", dry=True, deep_gemm=True, seconds=9.0)
+    assert "measured with torch 0.1" in capsys.readouterr().out and file.read_text() == before
 
 
 HEAD = (
     "import sys, time, os, json; from pathlib import Path; from benchmarks.hopper.record import load; "
     "file = Path(json.loads(sys.argv[1])['out']) / 'kernels.json'; record = load(file, 'kernels'); "
 )
-SLEEPS = "record.planned = {'p': 'T', 'q': 'T'}; record.running = 'p'; record.save(file); "
+BEGINS = "record.planned = {'p': 'T', 'q': 'T'}; record.errors['p'] = 'x'; record.save(file); "
 
 
 def start_part(tmp_path, monkeypatch, code, limit):
@@ -324,39 +311,21 @@ def start_part(tmp_path, monkeypatch, code, limit):
     return done, len(begun), load(tmp_path / "kernels.json", "kernels")
 
 
-def test_a_part_that_does_not_end_is_left_for_the_next_command(tmp_path, monkeypatch):
-    """A piece that had a whole command twice has failed; else it might take all of every command."""
-    for turn in (1, 2):
-        done, begun, found = start_part(tmp_path, monkeypatch, SLEEPS + "time.sleep(60)", 3)
-        assert not done and begun == 1 and not found.running
-        assert found.lost == {"p": ["it did not end within 3 s"] * turn}
-        assert bool(found.errors) == (turn == 2) and found.left == (["q", "p"] if turn == 1 else ["q"])
-
-
-def test_a_piece_that_began_late_is_left_as_it_was(tmp_path, monkeypatch):
-    code = SLEEPS + "record.rows['q'] = []; record.save(file); time.sleep(60)"
-    done, _, found = start_part(tmp_path, monkeypatch, code, 3)
-    assert not done and found.lost == {} and found.left == ["p"]
+def test_a_part_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(hopper, "MARGIN", 0.0)
+    done, begun, found = start_part(tmp_path, monkeypatch, BEGINS + "time.sleep(60)", 3)
+    assert not done and begun == 1 and found.left == ["q"] and "p" in found.errors
 
 
 @pytest.mark.parametrize("ends", ["os._exit(5)", "os.kill(os.getpid(), 9)"])
-def test_another_process_goes_on_after_one_that_was_ended(tmp_path, monkeypatch, ends):
-    """The same command goes on, and after two trials behind the piece."""
-    last = "record.rows['q'] = []; record.running = ''; record.save(file); sys.exit(1)"
-    code = f"exec({last!r}) if record.errors else None; " + SLEEPS + ends
-    done, begun, found = start_part(tmp_path, monkeypatch, code, 60)
-    assert not done and begun == 3 and found.complete and "ended its process 2 times: status" in found.errors["p"]
-
-
-def test_another_process_goes_on_after_a_broken_device(tmp_path, monkeypatch):
-    breaks = f"record.lose('p', 'x'); record.running = ''; record.save(file); os._exit({BROKEN})"
-    code = f"sys.exit(0) if record.lost else None; {SLEEPS}{breaks}"
-    done, begun, found = start_part(tmp_path, monkeypatch, code, 60)
-    assert not done and begun == 2 and found.left == ["q", "p"]
+def test_another_process_goes_on_after_one_that_a_piece_ended(tmp_path, monkeypatch, ends):
+    code = f"record.rows |= {{'q': []}} if record.errors else {{}}; {BEGINS}{ends}"
+    done, begun, found = start_part(tmp_path, monkeypatch, code, 160)
+    assert not done and begun == 2 and found.complete and list(found.rows) == ["q"]
 
 
 def test_what_cannot_start_is_not_started_again(tmp_path, monkeypatch, capsys):
-    done, begun, found = start_part(tmp_path, monkeypatch, "sys.exit(1)", 60)
+    done, begun, found = start_part(tmp_path, monkeypatch, "sys.exit(1)", 160)
     assert not done and begun == 1 and not found.planned and "ended with status 1; see" in capsys.readouterr().err
 
 
@@ -483,39 +452,37 @@ def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):
         tests.run(tmp_path / "test_suite.py", "test_a")
 
 
-def serve(connection, job, longest):
-    """Stands for the process of an engine: it ends at a batch of 2."""
-    assert longest == 2
-    while True:
-        batch = connection.recv().batch
-        if batch == 2:
-            os._exit(3)
-        connection.send({"batch": batch, "pid": os.getpid()})
+class Engine:
+    """Stands for vLLM's: it fails at a batch of 2."""
+
+    llm_engine = types.SimpleNamespace(
+        engine_core=types.SimpleNamespace(shutdown=lambda: None),
+        vllm_config=types.SimpleNamespace(cache_config=types.SimpleNamespace(num_gpu_blocks=3, block_size=16)),
+    )
 
 
-def test_an_engine_serves_the_loads_of_its_mode(tmp_path, monkeypatch):
-    """An engine that dies is one load's error, another mode has another engine, and nothing is left at the end."""
-    monkeypatch.setattr(rollout, "serve", serve)
-    monkeypatch.setattr(rollout.shape, "checkpoint", lambda *_: tmp_path)
-    loads = tuple(rollout.Load(batch, 1, 1) for batch in (1, 2, 3, 4))
+def generate(engine, prompts, tokens, temperature):
+    if len(prompts) == 2:
+        raise MemoryError("too little")
+
+
+def test_an_engine_serves_the_loads_of_its_mode(monkeypatch):
+    """A workload that fails is a row with a note, and leaves the others."""
+    asked = []
+    sample = types.SimpleNamespace(build_engine=lambda job, longest: asked.append(longest) or Engine(), generate=generate)
+    monkeypatch.setitem(sys.modules, "jetrl_patch.adapters.vllm.sample", sample)
     job = rollout.Job(model="", config=rollout.STOCK["bfloat16"].config(), stock="bfloat16")
-    setup = Setup(True, tmp_path, Record("rollout"))
-    engine = rollout.Engine(setup, loads)
-    setup.at_end.callback(engine.end)
-    times = [Piece("T", f"{mode}{load.batch}", partial(engine.time, mode, job, load)) for mode in "mn" for load in loads]
-    file = tmp_path / "kernels.json"
-    with setup.at_end:
-        assert command(times, file) == FAILED
-    assert engine.end() is None and not engine._process.is_alive()
-    found = load(file, "kernels")
-    pids = {name: rows[0]["pid"] for name, rows in found.rows.items()}
-    assert list(pids) == ["m1", "m3", "m4", "n1", "n3", "n4"] and pids["m3"] == pids["m4"] != pids["n1"]
-    assert "status 3 and without a result" in found.errors["m2"] and found.rows["m3"][0]["mode"] == "m"
+    found = rollout.serve(job, [rollout.Load(batch, batch, 1) for batch in (1, 2, 3)])
+    assert asked == [4] and [row["batch"] for row in found] == [1, 2, 3]
+    assert [row.get("KV tokens") for row in found] == [48, None, 48] and found[1]["note"] == "MemoryError: too little"
+    rows = [{"mode": mode, **found[0], "decode tokens/s": speed} for mode, speed in (("BF16", 2.0), ("exact", 3.0))]
+    ((_, table, _),) = rollout.derive(Record("rollout", planned={"x": rollout.TITLE}, rows={"x": rows}))
+    assert table == [{"batch": 1, "prompt": 1, "response": 1, "BF16": 1.0, "exact": 1.5}]
 
 
 @pytest.mark.e2e
 def test_the_dry_run(tmp_path):
-    """Every part runs its own code on this CPU; only the trainer of part g is a stand-in."""
+    """Every part runs its own code on this CPU, with real vLLM and verl."""
     run = start("--dry", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"))
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     for each in PARTS:

@@ -146,18 +146,15 @@ def test_the_benchmarks_run_on_this_backend():
 
     tiny = Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128)
     machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
-    sizes = kernels.TINY._replace(models=(tiny,), chosen=tiny, train=(16,), decode=(7,))
+    sizes = kernels.TINY._replace(model=tiny, train=(16,), decode=(7,))
     found: dict[str, list] = {}
-    for _, name, _, function, *arguments in kernels.measurements(machine, sizes):
+    for name, _, function, *arguments in kernels.measurements(machine, sizes):
         if name in ("quantizers", "decode", "blocks"):
             found.setdefault(name, []).extend(function(machine, *arguments))
     assert not [row for rows in found.values() for row in rows if row["note"]]
-    assert {row["quantizer"] for row in found["quantizers"]} == {
-        "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, transposed", "both layouts",
-        "SiLU * up, kept and quantized", "RMSNorm, kept and quantized", "SiLU * up, backward", "RMSNorm, backward",
-        "RMSNorm, backward, and the residual's",
-    }  # fmt: skip
-    assert {row["way"] for row in found["decode"]} == {"bf16", "triton", "triton, one launch", "triton, two launches"}
+    quantizers = {row["quantizer"] for row in found["quantizers"]}
+    assert quantizers == {"activation 1x128", "tokens 128x1", "weight 128x128", "both layouts"}
+    assert {row["way"] for row in found["decode"]} == {"bf16", "triton"}
     assert {row["way"] for row in found["blocks"]} == {"bf16", "triton", "triton, fused"}
 
 
