@@ -1,7 +1,7 @@
 """Count the product files that name each model family, precision and correction, and list them.
 
-Run: ``python scripts/count_facts.py``. The exit status is 1 if a fact is named in more files than its limit. Only the file
-with a fact's record, and files that exist for that fact alone, should name it; all other code queries the record.
+Run: ``python scripts/count_facts.py``. The exit status is 1 if a fact is named in more files than its limit. Only the file that
+records a fact, and files that exist for that fact alone, should name it; all other code queries the record.
 
 Product files are the modules of ``jetrl_patch/`` and ``adapters/``. A name counts anywhere in a file (code, text, comments)
 or in its path:

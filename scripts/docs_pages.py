@@ -1,6 +1,6 @@
 """MkDocs hooks: turn documents outside docs/ into pages of the site, and keep pages from loading anything over the network.
 
-Every link is written as it is on a code host, from file to file; a link to one of those documents becomes one to its page.
+Links are written as on a code host, from file to file. A link to one of those documents becomes a link to its page.
 """
 
 from __future__ import annotations

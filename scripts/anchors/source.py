@@ -1,7 +1,7 @@
-"""What a package's sources say about a dotted name: whether it is there, and how it is called. Nothing is imported.
+"""What a package's sources say about a dotted name: whether it exists, and its signature. Nothing is imported.
 
-A name is followed through re-exports, base classes, and the annotations of attributes, so that
-``vllm.config.VllmConfig.parallel_config.tensor_parallel_size`` is found where it stands.
+The lookup follows re-exports, base classes and annotations of attributes. It finds, for example,
+``vllm.config.VllmConfig.parallel_config.tensor_parallel_size``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-#: the chain leaves the package, or its type is not annotated: nothing more can be said about the rest
+#: the chain leaves the package, or its type is not annotated: the rest cannot be checked
 OUTSIDE = "outside"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEEPEST = 12
 
 
 class Sources:
-    """The Python files of one package, in a wheel or in the folder that it is installed in."""
+    """The Python files of one package, in a wheel or in its installation folder."""
 
     def __init__(self, place: Path, package: str) -> None:
         self._package = package
@@ -39,7 +39,7 @@ class Sources:
         return file.read_text(errors="replace") if file.is_file() else None
 
     def module(self, dotted: str) -> tuple[ast.Module, bool] | None:
-        """The parsed module and whether it is a package; None if there is no such module."""
+        """The parsed module, and whether it is a package; None if it does not exist."""
         if dotted.split(".")[0] != self._package:
             return None
         if dotted not in self._trees:

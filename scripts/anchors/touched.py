@@ -1,9 +1,9 @@
-"""What the project touches of vLLM, verl, OpenRLHF, transformers and Ray, read from its own code.
+"""Which names of vLLM, verl, OpenRLHF, transformers and Ray the project touches, read from its own code.
 
 - imported names, and the attributes read from them;
 - targets of patches and hooks, with the parameters of their replacements;
 - members of framework classes: of annotated variables, of ``self`` in subclasses and in replaced methods;
-- calls of all these, and overridden methods, whose signatures must fit.
+- calls of all these, and overridden methods: their signatures must fit.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Touched:
     """Dotted names with the places that touch them.
 
     Attributes:
-        names: must be there.
+        names: must exist.
         calls: ``(target, positional arguments, keywords, complete)``; incomplete with ``*args`` or ``**kwargs``.
-        accepts: ``(target, our parameters)`` of overrides and replacements; the target may be missing for an override.
+        accepts: ``(target, our parameters)`` of overrides and replacements. The target of an override may be missing.
         optional: overrides, and names whose absence ``compat`` handles.
         set_here: attributes that the project itself adds to objects of the framework.
     """
@@ -86,18 +86,18 @@ def touched() -> Touched:
 
 
 def _members(target: str) -> set[str]:
-    """What follows the class in a dotted name."""
+    """The parts of a dotted name after the class."""
     parts = target.split(".")
     return set(parts[next((i + 1 for i, part in enumerate(parts) if part[0].isupper()), len(parts)) :])
 
 
 def _replacement(found: Touched, patch: Patch, place: str) -> None:
-    """The function that takes the target's place: its parameters, and what it reads of ``self``."""
+    """The function that replaces the target: its parameters, and what it reads from ``self``."""
     make: Any = patch.make.func if isinstance(patch.make, functools.partial) else patch.make
     make = inspect.unwrap(make)
     with contextlib.suppress(OSError, TypeError):
         tree = ast.parse(textwrap.dedent(inspect.getsource(make)))
-        wanted = patch.attr.split(".")[-1]  # often the name of the outer function, too
+        wanted = patch.attr.split(".")[-1]  # often also the name of the outer function
         inner = [n for n in ast.walk(tree) if n is not tree.body[0] and getattr(n, "name", "") == wanted]
         inner = [n for n in inner if isinstance(n, _FUNCTIONS[:2])]
         if not inner:

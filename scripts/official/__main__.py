@@ -18,7 +18,7 @@ RUNS = Path(__file__).with_name("runs.json")
 
 
 def title(folder: Path) -> str:
-    """The framework and version of a checkout: ``verl 0.9.1``; the folder's name if it says neither."""
+    """The framework and version of a checkout, such as ``verl 0.9.1``, or the folder's name."""
     for name, path in (("verl", "verl/version/version"), ("OpenRLHF", "version.txt")):
         for place in (folder, folder.parent):
             if (place / path).is_file():
@@ -58,9 +58,7 @@ def main() -> int:
             print(f"  {kind or 'unknown model'}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
         for mode in modes():
             for key, (number, values) in keys.open_keys(judged, mode).items():
-                print(
-                    f"  {mode}: nobody has looked at {key}, which {number} accepted launches give: {', '.join(values)[:120]}"
-                )
+                print(f"  {mode}: unreviewed setting {key} of {number} accepted launches: {', '.join(values)[:120]}")
     runs = json.loads(RUNS.read_text()) if RUNS.exists() else []
     if args.run is not None:
         for release, one, mode in [(name, *found) for name, _, judged in sources for found in run.choose(judged)]:

@@ -1,7 +1,7 @@
 """Run a framework's example scripts with stubs in PATH, and collect the launches that they would make.
 
-A script runs in a copy of its folder, with a HOME of its own, nothing but stubs and reading tools in PATH, and a time limit.
-Shell redirections are not stubbed: a script that redirects to an absolute path writes there.
+A script runs in a copy of its folder, with its own HOME, only stubs and read-only tools in PATH, and a time limit. Shell
+redirections are not stubbed: a script that redirects to an absolute path writes there.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from scripts.official import stubs
 
 __all__ = ["Expansion", "Launch", "expand", "find", "without_place"]
 
-#: seconds for one script; with stubs none needs more than a few
+#: seconds for one script; with stubs it needs only a few
 LIMIT = 60.0
 _TEXT = (".sh", ".py", ".yaml", ".yml", ".json", ".jinja", ".txt", ".toml")
-#: a word that the user has to fill in first, which is a syntax error of the shell until then
+#: a placeholder that the user must fill in, which is a shell syntax error until then
 _PLACEHOLDER = re.compile(r"=<([A-Z_]+)>")
-#: how bash says that the user has to set a variable first: by ``set -u`` or by ``${NAME:?text}``
+#: bash's message about a variable that the user must set: from ``set -u`` or ``${NAME:?text}``
 _UNSET = re.compile(r"line \d+: (\w+): (?:unbound variable|.*\bset\b)")
-#: what a user would set; any other variable that a script asks for becomes a path
+#: what a user would set; other variables that a script asks for become paths
 _ANSWERS = {"INFER_BACKEND": "vllm", "KIMI_K2_6_MODEL_PATH": "moonshotai/Kimi-K2.6"}
-#: arguments for a script that ends at once without any: number of GPUs, place of the checkpoints
+#: arguments for a script that fails without any: number of GPUs, folder of checkpoints
 _ARGUMENTS = ("8", "checkpoints")
 
 
@@ -58,16 +58,16 @@ class Launch:
 
     @property
     def own_environment(self) -> bool:
-        """Whether ``uv run`` starts it in an environment that uv makes."""
+        """Whether ``uv run`` starts it in uv's own environment."""
         return self.command[0] == "uv"
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """What one script does.
+    """The launches of one script.
 
     Attributes:
-        failure: why the script did not come to its end; empty if it did.
+        failure: why the script did not finish; empty if it did.
     """
 
     script: str
@@ -76,7 +76,7 @@ class Expansion:
 
 
 def find(folder: Path) -> list[Path]:
-    """The scripts of a folder, in order: those of its ``examples`` if it is a whole checkout."""
+    """The scripts of a folder, or of its ``examples`` if it is a whole checkout, in order."""
     inner = folder / "examples"
     return sorted((inner if inner.is_dir() else folder).rglob("*.sh"))
 
@@ -84,7 +84,7 @@ def find(folder: Path) -> list[Path]:
 def expand(
     folder: Path, workplace: Path, environ: Mapping[str, str] | None = None, limit: float = LIMIT
 ) -> list[Expansion]:
-    """Run all scripts of a checkout and return what they would launch.
+    """Run all scripts of a checkout; return what they would launch.
 
     Args:
         workplace: an empty folder; launches may name files in it.
@@ -92,7 +92,7 @@ def expand(
     """
     found = find(folder)
     if not found:
-        raise FileNotFoundError(f"{folder}: no script (*.sh) in it or in its folder examples")
+        raise FileNotFoundError(f"{folder}: no script (*.sh) in it or in its folder examples. Name a checkout.")
     tree, home = workplace / "checkout", workplace / "home"
     home.mkdir(parents=True)
     _copy(
@@ -126,7 +126,7 @@ def _copy(folder: Path, tree: Path, parts: Iterable[str] | None) -> None:
 
 
 def _expand(script: Path, tree: Path, records: Path, base: Mapping[str, str], limit: float) -> Expansion:
-    """Run a script, and again with each variable that it asks for, or with arguments."""
+    """Run a script; repeat with each variable that it asks for, or with arguments."""
     environ = dict(base)
     arguments: tuple[str, ...] = ()
     while True:
@@ -177,7 +177,7 @@ def _run(
     return Expansion(script.as_posix(), tuple(launches), failure)
 
 
-#: what the shell itself sets
+#: variables that the shell sets
 _SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
 

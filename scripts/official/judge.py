@@ -1,6 +1,6 @@
 """Judge a launch in every mode, by the checks that ``jetrl doctor`` and the frameworks' drivers run before a start.
 
-It is judged as on the machine that the launch is written for: with its GPUs and with the packages of the frameworks' images.
+The judge assumes the machine that the launch is written for, with its GPUs and the packages of the frameworks' images.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from scripts.official.renamed import translated
 
 __all__ = ["ASYNC", "READ", "Judged", "Problem", "judge", "modes", "on_target"]
 
-#: the class of launches whose rollout does not wait for the trainer, whatever their model
+#: the class of launches whose rollout does not wait for the trainer, with any model
 ASYNC = "async"
-#: the settings of verl that the checks have read, while ``on_target``
+#: verl's settings that the checks have read within ``on_target``
 READ: set[str] = set()
 #: modules that train or serve without a rollout
 _NO_ROLLOUT = re.compile(r"(^|[._])(sft|dpo|rm|generation)([._]|$)")
-#: what a refusal is about that ``on_cut`` may lift
+#: the subject of refusals that ``on_cut`` may lift
 _SPLIT = "the tensor-parallel split"
-#: the folder of verl's scripts for Ascend, where verl itself sets the device, whether or not the script does
+#: the folder of verl's scripts for Ascend, where verl itself sets the device
 _ASCEND = "ascend_extras"
 _ASCEND_NOTE = f"a script in `{_ASCEND}` is judged with `trainer.device=npu`, which verl sets on such a machine"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a launch is refused: the message, and what it is about."""
+    """One reason for a refusal: the message and its subject."""
 
     text: str
     about: str
@@ -56,9 +56,9 @@ class Judged:
         kind: class of the launch (``models.CLASSES`` or ``ASYNC``); "" if its model is unknown; None without a rollout.
         model: as the script names it.
         verdicts: mode -> problems; no problem means accepted.
-        set_keys: the settings that the command line gives: name -> value.
-        notes: what the reader has to know besides.
-        cut: the modes that refuse it, and accept it with ``on_cut="bf16"``.
+        set_keys: the settings on the command line: name -> value.
+        notes: remarks for the reader.
+        cut: the modes that refuse it, but accept it with ``on_cut="bf16"``.
     """
 
     launch: Launch
@@ -76,7 +76,7 @@ class Judged:
 
 
 def modes() -> dict[str, Config]:
-    """The modes in the page's order: the unified ones, the other quantized ones, the 16-bit ones."""
+    """The modes in the page's order: unified, other quantized, 16-bit."""
     found: dict[str, Config] = {}
     for mode in sorted(MODES.values(), key=lambda m: (not m.is_unified, not m.quantizes, not m.scales_loss)):
         if mode.is_unified:
@@ -91,8 +91,8 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     """Judge one launch.
 
     Args:
-        place: where ``models.write_all`` has written the models' ``config.json``.
-        workplace: the temporary folder of the expansion, which no message names.
+        place: where ``models.write_all`` wrote the models' ``config.json``.
+        workplace: the temporary folder of the expansion; messages leave it out.
     """
     started = recognise(launch.command)
     framework = started.framework or ""
@@ -136,12 +136,12 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes, cut)
 
 
-#: one setting of a command line, with hydra's mark for adding it; a choice of a config group has no dot
+#: a setting of a command line, with hydra's mark for adding it; a choice of a config group has no dot
 _SETTING = re.compile(r"\+*([a-z]\w*(?:\.\w+)+=.*)", re.DOTALL)
 
 
 def _forced(word: str) -> str:
-    """A hydra setting that is set whether or not this version of the framework has it, so that the others can be judged."""
+    """A hydra setting that is accepted even if this version of the framework lacks it. The others can then be judged."""
     found = _SETTING.fullmatch(word)
     return f"++{found[1]}" if found else word
 
@@ -152,7 +152,7 @@ def _of_this_version(message: str, framework: str, workplace: Path) -> str:
 
 
 def _other_program(framework: str, target: str) -> str:
-    """Why a program of the framework besides its main one is refused."""
+    """Why a program other than the framework's main one is refused."""
     refused = registry.trainer(framework).program_problem(target)
     required = f"required {PROGRAMS[framework]}, found another program"
     return str(refused) if refused is not None else f"{target}: {required}. Use {PROGRAMS[framework]}."
@@ -161,13 +161,13 @@ def _other_program(framework: str, target: str) -> str:
 def _problems(framework: str, settings: Any, config: Config, place: Path, workplace: Path) -> Iterator[Problem]:
     trainer = registry.trainer(framework)
     try:
-        # what the training engine decides where the user left it open, as the driver does before its checks
+        # the training engine fills in what the user left open, as in the driver before its checks
         config = trainer.chosen(settings, config)
         for error in trainer.problems(settings, config):
             yield _problem(error, place, workplace)
     except JetrlError as error:
         yield _problem(error, place, workplace)
-    except Exception as error:  # as the doctor does: it would stop the framework as well
+    except Exception as error:  # as in the doctor: it would stop the framework too
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield _problem(ConfigError(words), place, workplace, "the model's config.json")
 
@@ -238,9 +238,9 @@ def _kind(path: str, asynchronous: bool) -> str:
 
 @contextlib.contextmanager
 def on_target() -> Iterator[None]:
-    """Judge as on the machine that the scripts are for: Megatron's packages and VeOmni are there.
+    """Judge as on the scripts' target machine, which has Megatron's packages and VeOmni.
 
-    Models are built once, without memory, and ``READ`` collects the settings that the checks read.
+    Each model is built once, without memory. ``READ`` collects the settings that the checks read.
     """
     from omegaconf import OmegaConf
     from transformers import AutoModelForCausalLM

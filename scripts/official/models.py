@@ -1,7 +1,7 @@
-"""The models that the frameworks' scripts name, as the facts of their ``config.json`` that a check reads.
+"""The models that the frameworks' scripts name, with the keys of their ``config.json`` that a check reads.
 
 A script names a model by its hub id or by a path that ends in the hub's name. Nothing is downloaded: ``write_all`` writes a
-``config.json`` of these facts for each. Models of a class that no mode covers are recorded by type and class alone.
+``config.json`` for each. Models that no mode covers have only their type and class.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _other(kind: Kind, model_type: str, architecture: str, **more: Any) -> Model
 
 
 def _vision(model_type: str, architecture: str, tower: Mapping[str, Any], *shape: int, **more: Any) -> Model:
-    """A language model beside a vision tower; ``shape`` as in ``_dense``."""
+    """A language model with a vision tower; ``shape`` as in ``_dense``."""
     text = _dense(f"{model_type}_text", architecture, *shape, **more).config
     return _other("VL", model_type, architecture, text_config={**text, "architectures": None}, vision_config=tower)
 
@@ -76,7 +76,7 @@ def _qwen3_vl_moe(hidden: int, inner: int, expert: int, layers: int, heads: int)
 
 
 def _deepseek_v3(**more: Any) -> Model:
-    """Sizes are those of DeepSeek-V3, transformers' defaults, unless given."""
+    """Sizes default to DeepSeek-V3's, which are transformers' defaults."""
     routes = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return _other("MoE", "deepseek_v3", "DeepseekV3ForCausalLM", **routes, **more)
 
@@ -164,12 +164,12 @@ def known(path: str) -> str:
 
 
 def folder(name: str, place: Path) -> Path:
-    """The folder of a model's ``config.json`` below ``place``, as ``write_all`` has written it."""
+    """The folder of a model's ``config.json`` below ``place``, as written by ``write_all``."""
     return place / name
 
 
 def write_all(place: Path) -> None:
-    """Write every model's ``config.json``, before processes share the folder."""
+    """Write every model's ``config.json`` before processes share the folder."""
     for name, model in MODELS.items():
         folder(name, place).mkdir(parents=True)
         (folder(name, place) / "config.json").write_text(json.dumps({"dtype": "bfloat16", **model.config}))

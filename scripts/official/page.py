@@ -1,4 +1,4 @@
-"""Write the page: how many of the frameworks' launches each mode accepts, and why it refuses the others."""
+"""Write the page: which of the frameworks' launches each mode accepts, and why it refuses the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ROOT", "Source", "classes", "counts", "plain", "unlocks", "write"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _CLASS_NAMES = {ASYNC: "asynchronous, or another entry point", "": "unknown model"}
-#: the part of a message that only repeats the mode
+#: the part of a message that repeats the mode
 _MODE = re.compile(r" with precision='[\w-]+', align='\w+'")
 
 Source = tuple[str, Sequence[Expansion], Sequence[Judged]]
@@ -32,7 +32,7 @@ def classes() -> tuple[str, ...]:
 
 
 def counts(judged: Sequence[Judged]) -> dict[str, dict[str, int]]:
-    """Class -> mode -> accepted launches, and ``launches`` for all; only the classes that occur."""
+    """Class -> mode -> number of accepted launches, and ``launches``: their number. Only classes that occur."""
     found: dict[str, dict[str, int]] = {}
     for kind in classes():
         group = [one for one in judged if one.kind == kind]
@@ -45,7 +45,7 @@ def counts(judged: Sequence[Judged]) -> dict[str, dict[str, int]]:
 
 
 def unlocks(judged: Sequence[Judged], mode: str) -> list[tuple[str, int, int]]:
-    """What refusals are about: ``(about, refused launches, of these refused for nothing else)``, the most common first."""
+    """Subjects of refusals, the most common first: ``(subject, refused launches, those refused for nothing else)``."""
     met: Counter[str] = Counter()
     alone: Counter[str] = Counter()
     for one in judged:
@@ -58,7 +58,7 @@ def unlocks(judged: Sequence[Judged], mode: str) -> list[tuple[str, int, int]]:
 
 
 def plain(text: str) -> str:
-    """A message without the words that name the mode, in one line, safe in a table."""
+    """A message in one line without the words that name the mode, safe in a table."""
     return (
         " ".join(_MODE.sub("", text).split())
         .replace("|", "\\|")
@@ -72,8 +72,8 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
     """The page's text.
 
     Args:
-        sources: for each checkout its title, what its scripts did, and the verdicts.
-        runs: results of real runs, as ``run.py`` stores them.
+        sources: for each checkout its title, its scripts' launches, and the verdicts.
+        runs: results of real runs, as stored by ``run.py``.
     """
     titles = " and ".join(title for title, _, _ in sources)
     lines = [

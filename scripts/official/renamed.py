@@ -1,4 +1,4 @@
-"""Options that a framework has renamed since the newest scripts that can be had, so that the installed parser reads them."""
+"""Options that a framework has renamed since its newest scripts, translated for the installed parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis":
 
 
 def translated(framework: str, arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The arguments in the installed framework's words, and a sentence for each change."""
+    """The arguments under their current names, and a sentence for each change."""
     if framework != "openrlhf" or f"{_FLAG}enable" not in arguments:
         return list(arguments), ()
     rest = [word for word in arguments if word != f"{_FLAG}enable"]

@@ -33,7 +33,7 @@ __all__ = ["choose", "run"]
 
 SIZES = shrink.Sizes()
 _ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
-#: how Python ends the report of an error
+#: the last line of a traceback
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception): ")
 
 
@@ -70,7 +70,7 @@ class Shrunk(CommonRecipe):
 def choose(judged: Sequence[Judged]) -> Iterator[tuple[Judged, str]]:
     """One accepted launch of each class, with the strictest mode that accepts it.
 
-    Megatron runs on GPUs alone, and a saved adapter does not fit the small model.
+    Without Megatron, which needs GPUs, and without saved adapters, which do not fit the small model.
     """
     seen = set()
     for mode in ("exact", "linear"):
@@ -91,7 +91,7 @@ def _megatron(one: Judged) -> bool:
 
 
 def covers(one: Judged) -> str:
-    """What the script trains with, in a few words: its own settings."""
+    """The algorithm of the script, in a few of its settings."""
     given = one.set_keys
     if one.framework == "openrlhf":
         names = ("algo.advantage.estimator", "algo.kl.estimator", "algo.advantage.is_correction_level", "ds.zero_stage")
@@ -105,7 +105,7 @@ def covers(one: Judged) -> str:
 
 
 def cause(said: str) -> str:
-    """The last line that names an error: a progress bar may follow it."""
+    """The last line that names an error; a progress bar may follow it."""
     lines = said.splitlines()
     return ([line for line in lines if _ERROR.match(line)] or lines)[-1][:200]
 

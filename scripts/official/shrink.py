@@ -1,6 +1,6 @@
 """A script's own launch, shrunk to run on a CPU: a small model, small batches and lengths, one process, few steps.
 
-The command line stays the script's. What shrinks it comes after it and wins; only options that need a GPU are taken out.
+The script's command line stays; the settings that shrink the run follow it and win. Only options that need a GPU are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sizes:
     response_tokens: int = 16
 
 
-#: settings of verl that cpu_overrides gives and that run on a CPU as the script has them
+#: settings in cpu_overrides for which the script's own values also run on a CPU
 _KEPT = ("actor_rollout_ref.model.use_remove_padding",)
 
 
@@ -38,7 +38,7 @@ def verl(
     Args:
         given: the settings of ``arguments`` by name.
         data: the training file and the validation file.
-        place: a folder for what the run writes.
+        place: folder for the run's files.
     """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     several = _number(given, f"{actor}.ppo_mini_batch_size", 256) < _number(given, "data.train_batch_size", 1024)
@@ -88,7 +88,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
     return int(text) if text.lstrip("-").isdigit() else default
 
 
-#: options of OpenRLHF that need a GPU, an account, or memory that a CPU run shares -> number of their values
+#: OpenRLHF's options that need a GPU, an account, or memory that a CPU run shares -> number of their values
 _DROPPED = {
     "--vllm.enable_sleep": 0,
     "--ds.enable_sleep": 0,

@@ -1,6 +1,6 @@
-"""The program behind every stub in a script's PATH: it records how it was called, and does nothing else.
+"""The program behind every stub in a script's PATH: it records its call and does nothing else.
 
-``stubs.py`` copies this file with its two folders filled in. It must run without the project and without site-packages.
+``stubs.py`` copies this file and fills in its two folders. It must run without the project and without site-packages.
 """
 
 import json
@@ -35,7 +35,7 @@ def main() -> int:
         print("\n".join(f"GPU {i}: stub" for i in range(8)))
     if name == "hostname":
         print("127.0.0.1")
-    # a script that tries an import asks for a package of another platform
+    # a script tries an import to find a package of another platform
     return int(name.startswith("python") and "-c" in arguments and any("import " in word for word in arguments))
 
 

@@ -1,4 +1,4 @@
-"""A folder that serves as a script's whole PATH: recording stubs for everything that acts, links to tools that only read."""
+"""A folder that is a script's whole PATH: recording stubs for programs that act, links to tools that only read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LAUNCHERS", "make", "preamble"]
 LAUNCHERS = (
     "python", "python3", "uv", "torchrun", "deepspeed", "accelerate", "ray", "srun", "sbatch", "mpirun", "numactl", "nohup",
 )  # fmt: skip
-#: programs whose work a launch does not need, or which would reach the network, other processes or the machine
+#: programs that a launch does not need, or that would reach the network, other processes or the machine
 _OTHERS = (
     "nvidia-smi", "rocm-smi", "npu-smi", "sleep", "pip", "pip3", "conda", "hf", "huggingface-cli", "git", "wget", "curl", "ssh",
     "scp", "docker", "sudo", "apt", "apt-get", "kill", "pkill", "killall", "scontrol", "hostname", "mkdir", "tee", "rm", "cp",
@@ -31,7 +31,7 @@ def make(folder: Path, records: Path, root: Path) -> Path:
 
     Args:
         records: where the stubs put one JSON file for each call.
-        root: the only folder below which ``mkdir`` makes folders.
+        root: ``mkdir`` makes folders only below it.
     """
     folder.mkdir(parents=True)
     records.mkdir(parents=True)
@@ -50,6 +50,6 @@ def make(folder: Path, records: Path, root: Path) -> Path:
 
 
 def preamble(path: Path) -> Path:
-    """Write what bash reads first (``BASH_ENV``): no limit of this machine stops a script."""
+    """Write the file that bash reads first (``BASH_ENV``). It disables ``ulimit``, which could stop a script on this machine."""
     path.write_text("ulimit() { :; }\n")
     return path
