@@ -1,7 +1,7 @@
 """The toy run of ``docs/ten-minutes.md`` on a CPU, as lines for a shell: ``eval "$(python -m examples.ten_minutes verl)"``.
 
-They set the array ``RUN`` to the arguments of a five-step run of the framework, which ``jetrl verl`` or ``jetrl openrlhf`` takes,
-and the variables that a run on few cores needs. The data is written to ``outputs/ten-minutes/data``.
+They set the array ``RUN`` to the arguments of five steps, for ``jetrl verl`` or ``jetrl openrlhf``, and the variables that a run
+on few cores needs. The data is written to ``outputs/ten-minutes/data``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from examples.verl import data as verl_data
 from examples.verl import recipe as verl
 from examples.words import TASK
 
-#: held-out questions, which OpenRLHF's last step answers
+#: held-out questions, for OpenRLHF's last step
 HELD_OUT = 64
 STEPS = 5
-#: of verl's recipe: what each run sets for itself, and the validation, which five steps do not need
+#: left out of verl's recipe: what each run sets itself, and the validation, which five steps do not need
 _OWN = ("trainer.experiment_name=", "trainer.validation_data_dir=", "trainer.val_before_train=", "trainer.logger=", "hydra.run")
 
 
 def arguments(framework: str, out: Path) -> list[str]:
-    """The framework's arguments; writes the data below ``out``."""
+    """Write the data below ``out``; return the framework's arguments."""
     arm = Arm(precision="bf16")
     if framework == "verl":
         train, held_out = verl_data.write(out / "data", TASK, HELD_OUT)
@@ -38,7 +38,7 @@ def arguments(framework: str, out: Path) -> list[str]:
 
 
 def variables(framework: str, out: Path) -> dict[str, str]:
-    """What the run's environment needs on a CPU, without the folders for temporary files."""
+    """The variables that a run on a CPU needs, without the folders of temporary files."""
     found = environment(verl.Recipe(), out)
     if framework == "openrlhf":
         found["VLLM_CPU_KVCACHE_SPACE"] = "1"

@@ -1,6 +1,6 @@
-"""Whether the active Python environment can run the examples on a GPU: one line of what is missing, and exit status 1.
+"""Check that the active Python environment can run the examples on a GPU. If not, print one line and exit with status 1.
 
-``make`` runs this before anything that needs ``DEVICE=cuda``. It imports nothing but torch, and that last.
+``make`` runs this before anything with ``DEVICE=cuda``. It imports only torch, and last.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ COMMON = ("torch", "rich", "jetrl_patch")
 
 
 def missing(packages: Sequence[str]) -> str:
-    """What is missing for a run on a GPU, in words; empty if nothing is."""
+    """What a run on a GPU lacks, in words; empty if nothing."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    try:  # the clone's folder is importable without an installation, but has no adapters then
+    try:  # without an installation, the clone's folder can be imported but has no adapters
         importlib.metadata.version("jetrl_patch")
     except importlib.metadata.PackageNotFoundError:
         absent += ["jetrl_patch"] * ("jetrl_patch" not in absent)
@@ -29,7 +29,7 @@ def missing(packages: Sequence[str]) -> str:
         import torch
 
         return "" if torch.cuda.is_available() else f"torch {torch.__version__}, which sees no CUDA device"
-    except Exception as error:  # whatever a damaged installation raises
+    except Exception as error:  # a damaged installation may raise anything
         return f"a torch that cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
 
 

@@ -1,4 +1,4 @@
-"""One training run as a group of processes: start it, measure its memory, and leave nothing behind."""
+"""One training run as a group of processes: start it, measure its memory, and end all of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-#: Environment variable in every process of a run: Ray starts its own sessions, so the process group misses some. A run within a
-#: run has the marks of both.
+#: Environment variable in every process of a run. Ray starts its own sessions, so a process group would miss some processes. A
+#: run within a run has the marks of both.
 MARK = "WORDS_RUN"
 
 
@@ -33,7 +33,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep Ctrl-C and SIGTERM from the body. Does nothing outside the main thread, the only one that signals reach."""
+    """Block Ctrl-C and SIGTERM in the body. Does nothing outside the main thread, the only one that receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -51,7 +51,7 @@ class Group:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
         self.mark = uuid.uuid4().hex
         marks = "/".join(filter(None, (env.get(MARK), self.mark)))
-        # SPT_NOENV: a process that renames itself (vLLM's engines do) would write over the environment that others see
+        # SPT_NOENV: a process that renames itself, like vLLM's engines, would overwrite the environment that others see
         env = {**env, MARK: marks, "SPT_NOENV": "1"}
         self.peak_memory_bytes = 0
         with log.open("wb") as out:
@@ -84,17 +84,17 @@ class Group:
         last_weighed = 0.0
         while (status := self.leader.poll()) is None:
             tick()
-            if not self.peak_memory_bytes or time.monotonic() - last_weighed > 4:  # nothing is found before its exec
+            if not self.peak_memory_bytes or time.monotonic() - last_weighed > 4:  # before its exec nothing is found
                 self.weigh()
                 last_weighed = time.monotonic()
             time.sleep(seconds)
         tick()
-        if not self.peak_memory_bytes:  # of a short run on a busy machine, what its children still hold
+        if not self.peak_memory_bytes:  # after a short run on a busy machine, weigh its children
             self.weigh()
         return status
 
     def end(self, patience: float = 10.0) -> None:
-        """End every process of the run: interrupt, terminate, then kill. Idempotent; a second Ctrl-C cannot cut it short."""
+        """End every process of the run: interrupt, terminate, then kill. Idempotent; a second Ctrl-C cannot interrupt it."""
         with undisturbed():
             self._end(patience)
 

@@ -20,7 +20,7 @@ TASKS: Mapping[str, Task] = {"words": words.TASK, "smollm2": smollm2.TASK}
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run of a comparison: a precision, an alignment (None: the precision's default), a replay of routes and a seed."""
+    """One run of a comparison: precision, alignment (None: the precision's default), replay of routes, seed."""
 
     precision: str
     align: str | None = None
@@ -50,12 +50,12 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name in a form that suits a file name."""
+        """The name as part of a file name."""
         return self.name.replace("/", "-").replace("+", "-").replace(", ", "-").replace(" ", "")
 
 
 class Steps(Protocol):
-    """Follows the steps that a run logs."""
+    """Reads the steps that a run logs."""
 
     last: int
 
@@ -71,8 +71,8 @@ class Launch:
         command: the command line.
         env: the complete environment.
         steps: reads the steps that the run logs.
-        milestones: what the run does when its log first has a line that matches, in order; shown until the first step.
-        answers: ``answers`` and ``answers_changed`` for the report (``cli.report.sources``), as far as known; called at the end.
+        milestones: (pattern, text), in order: what the run is doing once a line of its log matches. Shown until the first step.
+        answers: called at the end for ``answers`` and ``answers_changed`` of the report (``cli.report.sources``).
     """
 
     command: list[str]
@@ -88,7 +88,7 @@ class Recipe:
 
     framework: ClassVar[str] = ""
 
-    #: instruction set of the CPU kernels -> seconds that a step in exact mode took on two cores of an AMD EPYC, nothing beside it
+    #: instruction set of the CPU kernels -> seconds of a step in exact mode on two cores of an otherwise idle AMD EPYC
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     task: Task = words.TASK
     model: Path = words.TASK.model
@@ -105,24 +105,24 @@ class Recipe:
 
     @classmethod
     def of(cls: type[R], task: Task, **given: Any) -> R:
-        """The recipe for a task, in the sizes that suit it; what is given and not None goes before."""
+        """The recipe for a task, in its own sizes; given values that are not None override them."""
         if not (task.model / "config.json").exists():
             raise SystemExit(f"{task.model}: required a model for {task.title}, found none. `make demo MODEL=…` makes it.")
         chosen = {name: value for name, value in given.items() if value is not None}
         return cls(**{"task": task, "model": task.model, **task.sizes, **chosen})
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
-        """Write the data under ``folder`` and return how to start the run.
+        """Write the data under ``folder``; return how to start the run.
 
         Args:
-            temporary: a folder with a short path (Ray puts sockets there) for the run's temporary files.
-            log: the file that receives the run's output.
+            temporary: folder of temporary files, with a short path, because Ray puts sockets there.
+            log: file of the run's output.
         """
         raise NotImplementedError
 
 
 def environment(recipe: Recipe, temporary: Path) -> dict[str, str]:
-    """The environment of a run: this process's own without ``JETRL_*``, with quiet and offline libraries."""
+    """The environment of a run: this process's without ``JETRL_*``, with quiet and offline libraries."""
     env = without_settings()
     env.pop("RAY_ADDRESS", None)  # the run starts its own cluster
     env.update(
@@ -140,6 +140,6 @@ def environment(recipe: Recipe, temporary: Path) -> dict[str, str]:
     if recipe.device == "cpu":
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Trainer, engine and Ray's own processes share few cores; with more threads they would spin against each other.
+        # trainer, engine and Ray share few cores; more threads would spin against each other
         env.setdefault("OMP_NUM_THREADS", "1")
     return env

@@ -13,6 +13,7 @@ from typing import Any
 
 from examples.common.processes import Group, temporary_folder
 from examples.common.recipe import Arm, Recipe
+from examples.common.tail import Tail
 from jetrl_patch.cli.report import Run, read_runs
 
 STALL_SECONDS = 900.0
@@ -23,7 +24,7 @@ OnPhase = Callable[[str, float], None]
 
 
 class RunFailedError(RuntimeError):
-    """The trainer failed, stopped early or stalled. The message includes the end of its log."""
+    """The trainer failed, stopped early or stalled. The message has the end of its log."""
 
 
 def run_arm(
@@ -31,13 +32,13 @@ def run_arm(
 ) -> Run:
     """Train one arm and append its steps to ``folder/metrics.jsonl``.
 
-    ``folder/logs/<arm>.log`` receives the run's output. When this returns or raises, even after Ctrl-C, every process of
-    the run has ended and its temporary files are removed.
+    The run's output goes to ``folder/logs/<arm>.log``. When this returns or raises, even after Ctrl-C, every process of the run
+    has ended and its temporary files are removed.
 
     Args:
-        on_step: called with each step and its metrics as soon as the trainer has logged it.
+        on_step: called with each step and its metrics as soon as the trainer logs it.
         on_tick: called about twice a second.
-        on_phase: called before the first step, with what the run does now and the seconds since its start.
+        on_phase: called before the first step, with what the run is doing and the seconds since its start.
 
     Raises:
         RunFailedError: the trainer failed, stopped early or stalled.
@@ -92,24 +93,16 @@ def run_arm(
 
 
 class Phases:
-    """Follows a log for milestones: each is told once, and those before it are passed over."""
+    """Follows a log for milestones. Each is reported once, and then the earlier ones no more."""
 
     def __init__(self, log: Path, milestones: Sequence[tuple[str, str]]) -> None:
-        self.log = log
         self._left = [(re.compile(pattern), text) for pattern, text in milestones]
-        self._position = 0
+        self._tail = Tail(log)
 
     def new(self) -> list[str]:
-        """The milestones in the whole lines that the log has gained since the last call."""
-        if not self._left or not self.log.exists():
-            return []
-        with self.log.open("rb") as file:
-            file.seek(self._position)
-            chunk = file.read()
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self._position += len(complete)
+        """The milestones in the complete lines since the last call."""
         found = []
-        for line in complete.decode("utf-8", errors="replace").splitlines():
+        for line in self._tail.lines():
             at = next((i for i, (pattern, _) in enumerate(self._left) if pattern.search(line)), None)
             if at is not None:
                 found.append(self._left[at][1])
@@ -118,7 +111,7 @@ class Phases:
 
 
 def ending(log: Path, lines: int = 30) -> str:
-    """The last lines of a log that show what went wrong: from the last traceback, or else its end."""
+    """The last lines of a log, from the last traceback if there is one."""
     text = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     tracebacks = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
     tail = text[tracebacks[-1] :] if tracebacks else text

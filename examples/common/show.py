@@ -1,4 +1,4 @@
-"""Terminal output while arms run, and the check of their promises at the end."""
+"""Terminal output while arms run, and the final check of their promises."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ if not console.is_terminal:
 def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subtitle: str) -> int:
     """Run the arms in order, write the report, and return the exit status: 0 only if every arm kept its promise.
 
-    Overwrites the folder's ``metrics.jsonl``. If an arm fails or Ctrl-C stops it, the report still covers the steps that
-    were logged.
+    Overwrites the folder's ``metrics.jsonl``. If an arm fails or Ctrl-C stops it, the report still covers the logged steps.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
 
 
 def expected(recipe: Recipe, ok: bool, kernels: str) -> str:
-    """What to expect of this processor: the instruction set of the kernels, and the time of a step where it was measured."""
+    """What to expect on this processor: the kernels' instruction set, and the time of a step if it was measured."""
     if not ok:
         return f"[yellow]CPU kernels: none; the reference computes, far more slowly.[/] {kernels}"
     seconds = recipe.step_seconds.get(build.instruction_set())
@@ -116,7 +115,7 @@ def step_line(step: int, metrics: dict[str, Any]) -> str:
 
 
 def verdict(arm: Arm, run: Run) -> str:
-    """Whether every token was equal, in one line; yes only if every training step was measured."""
+    """Whether every token was bit-equal, in one line. Yes only if every training step was measured."""
     steps, wrong = run.training_steps, _unequal(run)
     tokens = sum(value for _, value in run.series("jetrl/tokens"))
     shares = [value for _, value in run.series("jetrl/bit_equal_fraction")]
@@ -132,7 +131,7 @@ def verdict(arm: Arm, run: Run) -> str:
 
 
 def _unequal(run: Run) -> list[int]:
-    """The training steps in which not every token is known to be equal to the last bit."""
+    """The training steps in which a token is not known to be bit-equal."""
     largest, share = (dict(run.series(f"jetrl/{name}")) for name in ("logp_abs_diff_max", "bit_equal_fraction"))
     return [s for s in run.training_steps if largest.get(s) != 0.0 or share.get(s) != 1.0]
 

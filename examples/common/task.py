@@ -1,4 +1,4 @@
-"""What a run learns, independent of the framework: questions, a reward, and the model that starts with them."""
+"""What a run learns, in any framework: questions, a reward, and the initial model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 
 class Question(Protocol):
-    """One question and its right answer."""
+    """A question and its correct answer."""
 
     @property
     def text(self) -> str:
-        """What the model is asked."""
+        """The text for the model."""
 
     @property
     def answer(self) -> int | str:
-        """What the reward compares with."""
+        """The answer for the reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,12 @@ class Task:
 
     Attributes:
         name: the name of the data set in the frameworks' metrics.
-        title: what the model learns, for people.
+        title: what the model learns, for readers.
         split: makes ``(train, held_out)``; no question is in both.
-        reward: a file with the reward in verl's form, ``compute_score``, and in OpenRLHF's, ``reward_func``. Both load it by
-            path, so it imports nothing of the project.
-        model: the folder of the model that training starts with.
-        sizes: the fields of ``Recipe`` that suit this model better than the defaults.
+        reward: a file with verl's ``compute_score`` and OpenRLHF's ``reward_func``. Both load it by path, so it imports nothing
+            from the project.
+        model: the folder of the initial model.
+        sizes: fields of ``Recipe`` that suit this model better than the defaults.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """One run of the real OpenRLHF trainer with real vLLM rollouts on a CPU, in unified FP8 and bit-equal.
 
-Run it by ``make demo-openrlhf`` or ``python -m examples.openrlhf.demo``. ``make demo-openrlhf MODEL=smollm2`` trains a real
+Run it with ``make demo-openrlhf`` or ``python -m examples.openrlhf.demo``. ``make demo-openrlhf MODEL=smollm2`` trains a real
 pretrained model on sums of reasoning-gym.
 """
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/demo-openrlhf"))
     args = parser.parse_args()
     if args.experts and args.model != "words":
-        parser.error(f"--experts makes a mixture of the words model, found --model {args.model}. Leave one of them out.")
+        parser.error(f"--experts makes a mixture of the words model, found --model {args.model}. Drop one of the two options.")
     modes = ARMS if args.compare else [(args.precision, args.align)]
     arms = [Arm(precision=precision, align=align, seed=args.seed) for precision, align in modes]
     out = args.out.resolve()

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
+from examples.common.tail import Tail
 from examples.openrlhf import data
 from jetrl_patch.cli.report.sources import openrlhf_step
 
-#: lines of Ray, the plugin and OpenRLHF -> what the run does from there on
+#: lines of Ray, the plugin and OpenRLHF -> what the run does from then on
 MILESTONES = (
     ("Started a local Ray instance", "Ray runs; it asks its node for the plugin"),
     ("Ray nodes answered", "the node has the plugin; OpenRLHF starts its workers"),
@@ -44,14 +45,14 @@ class Recipe(CommonRecipe):
 
 
 def switches(arm: Arm) -> list[str]:
-    """The plugin's part of the command line."""
+    """The plugin's arguments."""
     if arm.precision == "fp8-unified":
         return ["--fp8-unified", *(["--align", arm.align] if arm.align else [])]
     return ["--precision", arm.precision]
 
 
 def arguments(recipe: Recipe, arm: Arm, train: Path, held_out: Path, temporary: Path) -> list[str]:
-    """OpenRLHF's own part."""
+    """OpenRLHF's arguments."""
     settings: dict[str, Any] = {
         "actor.model_name_or_path": recipe.model,
         "reward.remote_url": recipe.task.reward,
@@ -95,21 +96,13 @@ class Follower:
     """Reads each step's status and the evaluations from OpenRLHF's output."""
 
     def __init__(self, log: Path) -> None:
-        self.log = log
         self.last = -1
-        self._position = 0
+        self._tail = Tail(log)
 
     def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call; empty before the file exists."""
-        if not self.log.exists():
-            return []
-        with self.log.open("rb") as file:
-            file.seek(self._position)
-            chunk = file.read()
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self._position += len(complete)
+        """``(step, metrics)`` of every complete line since the last call."""
         found = []
-        for line in complete.decode("utf-8", errors="replace").splitlines():
+        for line in self._tail.lines():
             logged = openrlhf_step(line)
             if logged is not None:
                 found.append(logged)

@@ -1,7 +1,8 @@
 """Four modes on the same data and seeds: BF16, FP8 rollout, unified FP8 with shared linears, unified FP8 exact.
 
-Run it by ``make compare`` or ``python -m examples.verl.compare``. ``make compare-moe`` runs them with a mixture of experts, which
-its first run makes of the dense model, measures its routes, and adds the FP8 rollout whose routes the trainer replays (R3).
+Run it with ``make compare`` or ``python -m examples.verl.compare``. ``make compare-moe`` trains a mixture of experts instead,
+which its first run makes from the dense model. It also measures routes, and adds an FP8 rollout whose routes the trainer replays
+(R3).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MODES = {
 
 
 def chosen(names: Sequence[str] | None, experts: int, seeds: Sequence[int]) -> list[Arm]:
-    """The arms of a comparison; None names all. A dense model has no routes to replay."""
+    """The arms of a comparison; None means all. A dense model has no routes to replay."""
     modes = [mode for mode in (MODES[name] for name in names or MODES) if experts or mode.router_replay == "none"]
     return [replace(mode, seed=seed) for mode in modes for seed in seeds]
 
@@ -46,7 +47,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
     if not args.experts and any(MODES[name].router_replay != "none" for name in args.modes or ()):
-        parser.error("fp8-rollout+R3 replays routes of a mixture of experts, which a dense model has not. Add --experts 8.")
+        parser.error("fp8-rollout+R3 replays the routes of a mixture of experts, found a dense model. Add --experts 8.")
     arms = chosen(args.modes, args.experts, args.seeds)
     out = args.out.resolve()
     recipe = Recipe(steps=args.steps, device=args.device)
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def print_passes(metrics: Path) -> None:
-    """Print how long a step of each run took, and the forward pass for old log-probs in it: medians over the training steps."""
+    """Print each run's seconds per step and the share of the pass for old log-probs: medians over the training steps."""
     for run in read_runs(metrics):
         steps, passes = dict(run.seconds), dict(run.series("timing_s/old_log_prob"))
         share = statistics.median(passes.get(number, 0.0) / seconds for number, seconds in steps.items())

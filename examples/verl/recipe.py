@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
+from examples.common.tail import Tail
 from examples.verl import data
 
-#: lines of Ray, the plugin and verl -> what the run does from there on
+#: lines of Ray, the plugin and verl -> what the run does from then on
 MILESTONES = (
     ("Started a local Ray instance", "Ray runs; it asks its node for the plugin"),
     ("Ray nodes answered", "the node has the plugin; verl starts its trainer loop"),
@@ -50,7 +51,7 @@ class Recipe(CommonRecipe):
 def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
     """Hydra overrides of verl's ``ppo_trainer``: GRPO, one update per step, FSDP2, vLLM rollout on the same device.
 
-    ``answers`` is the folder where verl writes the model's answers at each validation, as ``<step>.jsonl``.
+    verl writes the model's answers at each validation into the folder ``answers``, as ``<step>.jsonl``.
     """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     length = recipe.prompt_tokens + recipe.response_tokens
@@ -112,7 +113,7 @@ def _cpu() -> list[str]:
 def _cuda(recipe: Recipe, arm: Arm) -> list[str]:
     """Overrides for one GPU with the user's own CUDA builds of torch and vLLM; flash-attn is not needed.
 
-    vLLM compiles and captures as it does for its users, except in exact mode, which asks for eager layers.
+    vLLM compiles and captures as usual, except in exact mode, which needs eager layers.
     """
     rollout = "actor_rollout_ref.rollout"
     return [
@@ -132,21 +133,13 @@ class Follower:
     """Reads the lines that verl's ``file`` logger appends to a file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.last = -1
-        self._position = 0
+        self._tail = Tail(path)
 
     def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call; empty before the file exists."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            chunk = file.read()
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self._position += len(complete)
+        """``(step, metrics)`` of every complete line since the last call."""
         found = []
-        for line in complete.splitlines():
+        for line in self._tail.lines():
             record = json.loads(line)
             found.append((int(record["step"]), dict(record["data"])))
             self.last = found[-1][0]
@@ -156,8 +149,8 @@ class Follower:
 def answers(folder: Path, shown: int = 6) -> dict[str, Any]:
     """Held-out questions with the model's answers at the first and the last validation, and how many answers changed.
 
-    Shown are up to three questions that became right, two that became wrong and one that is still wrong, then others. Reads
-    verl's ``<step>.jsonl``, one question per line. Empty if there are fewer than two validations.
+    The first are up to three questions that became right, two that became wrong and one that stayed wrong. Reads verl's
+    ``<step>.jsonl``, one question per line. Empty if there are fewer than two validations.
     """
     steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(steps) < 2:

@@ -1,4 +1,4 @@
-"""Sums in words: the task of the examples, and the small model that starts with it."""
+"""Sums in words: the examples' task and its small initial model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from examples.words import task
 __all__ = ["CHECKPOINT", "TASK", "WORDS"]
 
 WORDS = Path(__file__).resolve().parent
-#: a dense Qwen3 that ``warm_start`` has trained
+#: a dense Qwen3, trained by ``warm_start``
 CHECKPOINT = WORDS / "checkpoint"
 TASK = Task(name="words", title="sums in words", split=task.split, reward=WORDS / "reward.py", model=CHECKPOINT)

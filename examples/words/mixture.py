@@ -1,4 +1,4 @@
-"""A small mixture of experts for the example's task, made of the dense checkpoint (sparse upcycling, arXiv 2212.05055)."""
+"""A small mixture of experts for the example's task, made from the dense checkpoint (sparse upcycling, arXiv 2212.05055)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from examples.words import CHECKPOINT
 
 __all__ = ["mixture"]
 
-#: by how much, in relation to it, a weight of an expert differs from that of the dense model: standard deviation
+#: standard deviation of an expert's weights from the dense model's, relative to these
 _NOISE = 0.1
 _ROUTER = 0.05  # standard deviation of the router's weights
 _TAKEN = 2  # experts of a token
 
 
 def mixture(folder: Path, experts: int) -> Path:
-    """Return the folder of a mixture that answers about as well as the dense model, made there by the first call.
+    """The folder of a mixture that answers about as well as the dense model. The first call makes it.
 
-    Each expert begins as the dense MLP with noise of its own, and the weights of a token's two experts add up to 1.
+    Each expert is the dense MLP with its own noise, and the weights of a token's two experts add up to 1.
     """
     if not (folder / "config.json").exists():
         made = folder.with_suffix(".part")

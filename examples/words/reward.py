@@ -1,6 +1,6 @@
 """The verifiable reward: 1 if the response ends with the right number, else 0.
 
-verl and OpenRLHF load this file by path, so it imports nothing of the project.
+verl and OpenRLHF load this file by path, so it imports nothing from the project.
 """
 
 from __future__ import annotations

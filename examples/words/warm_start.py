@@ -1,8 +1,7 @@
 """Make the example's checkpoint: a small Qwen3, trained by cross-entropy to imitate both authors of ``task.py``.
 
-Start it with ``python -m examples.words.warm_start``. It takes a few minutes of plain PyTorch on one CPU thread. The same
-seed on the same machine gives the same bytes. On another kind of processor floating-point sums may run in another
-order and round differently.
+Start it with ``python -m examples.words.warm_start``. It takes a few minutes of plain PyTorch on one CPU thread. The same seed
+on the same machine gives the same bytes. Another processor may add floating-point numbers in another order and round differently.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from examples.words.reward import compute_score
 from examples.words.tokenizer import build_tokenizer
 
 IGNORE = -100
-# share of the careful author's answers: high while the model learns arithmetic, low at the end, so that guessing dominates
+# share of the careful author's answers: high while the model learns arithmetic, low at the end, where guessing should dominate
 WORKED_SHARE_EARLY, WORKED_SHARE_LATE, LATE = 0.6, 0.25, 0.7
 
 
@@ -166,7 +165,7 @@ def fit(
     lr: float,
     report: Callable[[int, float], None],
 ) -> None:
-    """Train on ``examples(step)``, ids and labels, for the steps from 1; ``report`` gets each step and its loss."""
+    """Train on ``examples(step)``, ids and labels, for steps 1 to ``steps``. ``report`` receives each step and its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas
 import pytest
 
-from examples.competition_math import answer, write
+from examples.competition_math import DATASET, answer
 
 RECORDS = [
     {"problem": "What is half of one?", "solution": "It is $\\boxed{\\frac{1}{2}}$."},
@@ -23,7 +23,7 @@ def test_the_answer_is_the_last_box() -> None:
 
 
 def test_both_files_ask_the_same_and_know_the_answer(tmp_path: Path) -> None:
-    parquet, lines = write(tmp_path, "train", RECORDS)
+    parquet, lines = DATASET.write(tmp_path, "train", RECORDS)
     assert (parquet, lines) == (tmp_path / "math" / "train.parquet", tmp_path / "math" / "train.jsonl")
     rows = pandas.read_parquet(parquet)
     other = [json.loads(line) for line in lines.read_text().splitlines()]
@@ -36,7 +36,7 @@ def test_verl_s_own_reward_and_the_example_s_score_a_right_answer(tmp_path: Path
 
     from examples.openrlhf.h100.reward import reward_func
 
-    row = pandas.read_parquet(write(tmp_path, "train", RECORDS)[0]).iloc[0]
+    row = pandas.read_parquet(DATASET.write(tmp_path, "train", RECORDS)[0]).iloc[0]
     truth = row["reward_model"]["ground_truth"]
     for said, score in (("so \\boxed{\\frac{1}{2}}", 1.0), ("so \\boxed{\\frac{1}{3}}", 0.0)):
         assert default_compute_score(row["data_source"], said, truth) == score

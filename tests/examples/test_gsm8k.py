@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas
 
-from examples.gsm8k import answer, write
+from examples.gsm8k import DATASET, answer
 
 RECORDS = [
     {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 24"},
@@ -20,7 +20,7 @@ def test_the_answer_is_the_number_behind_the_mark() -> None:
 
 
 def test_both_files_ask_the_same_and_know_the_answer(tmp_path: Path) -> None:
-    parquet, lines = write(tmp_path, "train", RECORDS)
+    parquet, lines = DATASET.write(tmp_path, "train", RECORDS)
     rows = pandas.read_parquet(parquet)
     other = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [prompt[0]["content"] for prompt in rows["prompt"]] == [row["input"] for row in other]
@@ -32,7 +32,7 @@ def test_verl_s_own_reward_and_the_example_s_score_a_right_answer(tmp_path: Path
 
     from examples.openrlhf.h100.reward import reward_func
 
-    row = pandas.read_parquet(write(tmp_path, "train", RECORDS)[0]).iloc[1]
+    row = pandas.read_parquet(DATASET.write(tmp_path, "train", RECORDS)[0]).iloc[1]
     truth = row["reward_model"]["ground_truth"]
     for said, score in (("so it is\n#### 1,200", 1.0), ("so it is\n#### 1,201", 0.0)):
         assert default_compute_score(row["data_source"], said, truth) == score

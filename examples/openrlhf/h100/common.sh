@@ -1,4 +1,4 @@
-# What the scripts of this folder share. A script sets NAME, MODEL and RESPONSE and sources this file.
+# Shared by the scripts of this folder, which set NAME, MODEL and RESPONSE and source this file.
 #
 # GRPO on GSM8K and MATH in unified FP8 on one node of 8 H100, trainer and vLLM on the same GPUs. The models and rollout lengths
 # are those of Jet-RL (arXiv 2601.14243), which does not publish learning rates and batch sizes; those here are common values. The
@@ -13,9 +13,9 @@
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   ALIGN      linear, for a model family without exact mode
-#   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
+#   JETRL      the command to run; "jetrl doctor -- jetrl" checks instead
 #
-# The script's arguments go to OpenRLHF after those set here, and override them.
+# The script's arguments follow those set here and override them.
 set -euo pipefail
 
 DATA=${DATA:-$HOME/data}

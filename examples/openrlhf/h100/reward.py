@@ -1,4 +1,4 @@
-"""The reward of these runs: 1 if the content of the last ``\\boxed{…}``, or else the last number, equals the label."""
+"""The reward of these runs: 1 if the last ``\\boxed{…}``, or without one the last number, equals the label."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-# What the scripts of this folder share. A script sets NAME, MODEL and RESPONSE and sources this file.
+# Shared by the scripts of this folder, which set NAME, MODEL and RESPONSE and source this file.
 #
 # GRPO on GSM8K and MATH in unified FP8 on one node of 8 H100. The models and rollout lengths are those of Jet-RL
 # (arXiv 2601.14243), which does not publish learning rates and batch sizes; those here are common values. The settings are the
@@ -11,9 +11,9 @@
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   ALIGN      linear, for a model family without exact mode
 #   LOGGER     verl's loggers, such as '["console","wandb"]'
-#   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
+#   JETRL      the command to run; "jetrl doctor -- jetrl" checks instead
 #
-# The script's arguments are hydra overrides for verl; they follow those set here and win.
+# The script's arguments are hydra overrides for verl. They follow those set here and win.
 set -euo pipefail
 
 DATA=${DATA:-$HOME/data}
