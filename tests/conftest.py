@@ -20,7 +20,7 @@ for name, value in {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # torch 2.13 keys graphs on disk without what a DTensor holds, and so runs that of another subclass over FP8 shards
+    # torch 2.13's keys of graphs on disk ignore what a DTensor holds, so a graph of another subclass would run on FP8 shards
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }.items():
     os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""A patch's replacement as the session applies it: the original runs in a process, or under settings, that it is not for."""
+"""A patch's replacement as the session applies it. In other processes, or under other settings, the original runs."""
 
 from __future__ import annotations
 

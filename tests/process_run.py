@@ -26,7 +26,7 @@ class ProcessRun:
 
     Args:
         folder: where it runs and where its log goes.
-        command: gets a short folder for Ray, gives the command line and what its environment needs besides.
+        command: receives a short folder for Ray; returns the command line and additional environment variables.
         environ: the test's own variables, which win.
     """
 

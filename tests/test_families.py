@@ -99,7 +99,7 @@ def test_the_layers_are_the_models(family: Family) -> None:
     linears = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     readers = {reader for found in family.readers.values() for reader in found}
     assert all(type(modules[norm]).__name__ == family.norm for norm in family.readers)
-    # a norm before experts has other readers beside shared experts
+    # a norm before experts has readers other than the shared experts
     beside = {name for name in linears if family.mixture and name.startswith("mlp.")} - set(family.row_parallel)
     assert family.delta_net == ("linear_attn" in modules)
     assert readers | beside | set(family.row_parallel) == linears

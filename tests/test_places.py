@@ -48,7 +48,7 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def without_progress(text: str) -> str:
-    """What is on stderr beside the progress of a command that took a while until its error."""
+    """The stderr of a slow command that fails, without its progress."""
     return re.sub(r"^jetrl \w+: .* elapsed\n", "", text, flags=re.M)
 
 

@@ -38,7 +38,7 @@ class Clock:
 
 
 class Recorded:
-    """A ``Progress`` that keeps what it is told."""
+    """A ``Progress`` that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, str] | int] = []

@@ -314,7 +314,7 @@ def test_every_fix_has_its_bug_and_every_bug_its_fix() -> None:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_still_in_the_installed_release(name: str) -> None:
-    """Otherwise upstream has changed what the patch fixes: see whether it is needed, and by which supported versions."""
+    """Otherwise upstream has changed the patched code: check which supported versions still need the patch."""
     dotted, fragment = BUGS[name]
     root, *rest = dotted.split(".")
     spec = find_spec(root)

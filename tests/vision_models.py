@@ -91,7 +91,7 @@ def words(family: str) -> list[str]:
 
 
 def image(family: str) -> str:
-    """What stands for an image in a prompt."""
+    """The placeholder of an image in a prompt."""
     before, after, place, *_ = media(family)
     return before + place + after
 

@@ -1,4 +1,4 @@
-"""Whether a call, or a function that takes another's place, fits a recorded signature."""
+"""Whether a call, or a replacement function, fits a recorded signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Signature:
 
     @classmethod
     def read(cls, text: str) -> Signature | None:
-        """Parse ``def(self, a, b=, *, c, **more)``; None for what has no signature."""
+        """Parse ``def(self, a, b=, *, c, **more)``; None without a signature."""
         form = _FORM.match(text)
         if form is None:
             return None
@@ -54,7 +54,7 @@ def call(theirs: Signature, count: int, words: tuple[str, ...], complete: bool) 
 def replacement(ours: Signature, theirs: Signature) -> str:
     """Why a caller of ``theirs`` could not call ``ours``; empty if every call fits."""
     if theirs.more and theirs.more_named and not theirs.places:
-        return ""  # it dispatches: the callers are not those of this signature
+        return ""  # it dispatches: its callers use other signatures
     mine = list(ours.places)
     for i, (name, default) in enumerate(theirs.places.items()):
         if i < len(mine):

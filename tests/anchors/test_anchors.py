@@ -1,4 +1,4 @@
-"""What the project touches of the frameworks is there, and fits, in every supported version: read from their wheels.
+"""The names that the project touches exist, with fitting signatures, in every supported version: read from the wheels.
 
 ``make anchors`` writes the records. ``make test-pins`` runs some of these versions for real.
 """
@@ -35,7 +35,7 @@ def record(framework: str) -> dict[str, Any]:
 
 
 def at(framework: str, target: str, version: str) -> str | None:
-    """What a version says about a target: the last entry that is not newer."""
+    """The entry of a version: the last one that is not newer."""
     entries = record(framework)["names"][target]
     return next(words for since, words in reversed(sorted_by_version(entries)) if Version(since) <= Version(version))
 
@@ -126,7 +126,7 @@ def test_no_switch_of_vllm_splits_tokens_unnoticed() -> None:
 
 
 def test_what_the_sources_say(tmp_path: Path) -> None:
-    """The reader itself: re-exports, base classes, annotations, what is missing and what cannot be known."""
+    """The reader itself: re-exports, base classes, annotations, missing names, unknown types."""
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("from .inner import *\nfrom torch import nn\nLAZY = {'Late': '.inner:Late'}\n")

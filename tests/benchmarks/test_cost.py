@@ -1,4 +1,4 @@
-"""The estimate of a step's cost: its page is what it computes, and its parts act in the direction that they must."""
+"""The estimate of a step's cost: the page is up to date, and each part has the right effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_parameters_are_those_of_the_models():
 
 
 def test_a_forward_pass_is_what_its_products_take():
-    """With short sequences almost all FLOPs are those of the linears: two for each parameter and token."""
+    """With short sequences, almost all FLOPs are in the linears: two for each parameter and token."""
     net, lengths = NETS["Llama-3.1-70B"], np.full(100, 64)
     products = 2 * lengths.sum() * net.matrices / (parts.H100.peaks.bf16 * 1e12)
     assert products < training_forward(net, WAYS["bf16"], lengths, parts.H100) < 1.25 * products
@@ -53,7 +53,7 @@ def test_what_a_mode_does_not_change_costs_the_same():
 
 @pytest.mark.parametrize("net", parts.NETS, ids=lambda net: net.block.name)
 def test_each_mode_has_its_own_best_parallelism(net):
-    """No mode is compared with one whose parallelism suits it badly."""
+    """Each mode is compared at its best parallelism."""
     for way in parts.WAYS[:3]:
         found = step(net, way, LOAD, parts.H100)
         every = {tp: rollout(net, way, LOAD, parts.H100, tp) for tp in net.sizes(way.samples)}
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_fit_is_an_error():
 
 
 def test_a_sum_over_ranks_moves_what_its_mode_moves():
-    """By an all-reduce of two bytes, exact mode by a gather of four from every other rank: as many times as there are ranks."""
+    """BF16 all-reduces two bytes, exact mode gathers four from every other rank: as many times more as there are ranks."""
     free = parts.H100._replace(peaks=parts.H100.peaks._replace(bandwidth=float("inf")))
     assert sum_over_ranks(1e6, True, free, 1) == sum_over_ranks(1e6, False, free, 1) == 0
     for tp in (2, 4, 8):

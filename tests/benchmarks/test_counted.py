@@ -1,4 +1,4 @@
-"""The counts of launches and bytes: the page is what the code launches, and the counter counts what stands here by hand."""
+"""The counts of launches and bytes: the page is up to date, and the counter agrees with counts by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jetrl_patch.backends import get_backend
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.fp8 import linear as layer
 
-#: it stands for a model of the type "llama"
+#: its name makes it a "llama"
 TINY = Model("Llama-3.1-8B", hidden=256, intermediate=512, heads=2, kv_heads=1)
 
 
@@ -65,7 +65,7 @@ def test_kernels_by_hand(best):
         Launch("rows_kernel", M * K * 3 + 4 * M * 3),
         Launch(product, M * K + 4 * M * 3 + N * K + 4 * 3 + 2 * M * N, 2.0 * M * N * K, "fp8"),
     ]
-    assert loaded == backends._LOADED  # nothing of this is left
+    assert loaded == backends._LOADED  # everything is restored
 
 
 @pytest.mark.parametrize("rounds", [True, False])
@@ -105,7 +105,7 @@ def test_an_added_cast_shows(monkeypatch):
     after = count_linears(TINY, "linear", tokens=256)
     assert len(after.forward) >= len(before.forward) + 14
     more = [launch.name for launch in after.backward if launch.name == "requantize_kernel"]
-    assert len(more) == 7 and len(after.backward) == len(before.backward) + 3  # no layer reads what another read
+    assert len(more) == 7 and len(after.backward) == len(before.backward) + 3  # the layers no longer share an input
 
 
 @pytest.mark.parametrize("best", ["deep_gemm", "triton"])

@@ -109,7 +109,7 @@ def test_too_little_memory_and_disk(machine, tmp_path):
 
 @pytest.mark.parametrize("total", [80, 140])
 def test_what_an_engine_takes_is_what_is_asked_for(machine, tmp_path, total):
-    """vLLM refuses to start where less is free than its share of the whole memory."""
+    """vLLM does not start if less than its share of the whole memory is free."""
     shares = {"c": 0.4, "d": 0.85, "g": 0.3}
     assert {part.letter: part.share for part in PARTS if part.share} == shares
     for letter, share in shares.items():
@@ -365,7 +365,7 @@ def test_a_page_says_what_was_not_measured():
 
 
 @pytest.mark.parametrize(("deep_gemm", "backend"), [(True, "auto"), (False, "triton")])
-def test_without_deep_gemm_no_engine_takes_it(tmp_path, monkeypatch, deep_gemm, backend):
+def test_without_deep_gemm_no_engine_uses_it(tmp_path, monkeypatch, deep_gemm, backend):
     found = []
     monkeypatch.setattr(parity, "long_model", lambda folder: folder)
     monkeypatch.setattr(parity, "run_mode", lambda job: found.append(job.config.backend) or {})
@@ -431,7 +431,7 @@ def test_skips(): pytest.skip("not tried, te: old; older")
 
 
 def test_each_function_is_told_although_others_end_the_process(tmp_path):
-    """Expected failures are no skips, and a function that ends its process is told with what pytest printed."""
+    """Expected failures are not skips. The error of a function that ends its process has pytest's output."""
     file = tmp_path / "test_suite.py"
     file.write_text(SUITE)
     found = {name: tests.run(file, name)[0] for name in ("test_end", "test_fails", "test_xfail", "test_strict", "test_skips")}
@@ -453,7 +453,7 @@ def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):
 
 
 class Engine:
-    """Stands for vLLM's: it fails at a batch of 2."""
+    """A stand-in for vLLM's engine, which fails at a batch of 2."""
 
     llm_engine = types.SimpleNamespace(
         engine_core=types.SimpleNamespace(shutdown=lambda: None),
@@ -467,7 +467,7 @@ def generate(engine, prompts, tokens, temperature):
 
 
 def test_an_engine_serves_the_loads_of_its_mode(monkeypatch):
-    """A workload that fails is a row with a note, and leaves the others."""
+    """A failed workload is a row with a note; the others still run."""
     asked = []
     sample = types.SimpleNamespace(build_engine=lambda job, longest: asked.append(longest) or Engine(), generate=generate)
     monkeypatch.setitem(sys.modules, "jetrl_patch.adapters.vllm.sample", sample)

@@ -28,7 +28,7 @@ def test_shapes():
 
 
 def test_layouts_of_a_tensor_parallel_rank():
-    """As the trial before serving finds them in vLLM's layers. The tile of Triton's product follows N."""
+    """As the trial before serving sees them in vLLM's layers. The tile of Triton's product depends on N."""
     tile_for = pytest.importorskip("jetrl_patch.kernels.gemm_common").tile_for
     found = {ranks: {linear.name: (linear, layout) for linear, layout in MODELS[1].layouts(ranks)} for ranks in RANKS}
     assert set(found[1]) == {"qkv", "gate_up"} and all(len(found[ranks]) == 4 for ranks in RANKS[1:])
@@ -36,7 +36,7 @@ def test_layouts_of_a_tensor_parallel_rank():
     parts = (4096, 3072, 4096, 0), (1024, 768, 1024, 1024), (1024, 768, 1024, 1280)
     assert linear == ("qkv", 1536, 4096) and layout.parts == parts
     assert found[8]["down"] == (("down", 4096, 1536), Layout((Part(4096, 0, 4096, 0),), 8))
-    assert not list(MODELS[0].layouts(8)) and not list(SMALL.layouts(2))  # a block would be cut
+    assert not list(MODELS[0].layouts(8)) and not list(SMALL.layouts(2))  # they would cut a block
     mixed = {
         (model.name, ranks)
         for model in (SMALL, *MODELS) for ranks in RANKS for linear, layout in model.layouts(ranks)
@@ -108,7 +108,7 @@ def test_a_ratio_is_to_the_fastest_baseline_of_the_same_turns():
 
 
 def test_a_figure_is_the_median_of_its_windows_after_the_warm_up(monkeypatch):
-    """The clock is a boost of ten turns, then 2 seconds a call, but for one window."""
+    """The clock: ten boosted turns, then 2 seconds a call, except in one window."""
     made = []
 
     def elapsed(run, times=1):
@@ -211,7 +211,7 @@ def test_a_slower_choice_than_the_best_backend_is_a_miss():
 
 
 def test_what_the_targets_need_is_measured_first(monkeypatch, tmp_path):
-    """A command that runs out of time has the rows of the targets. Nothing is allocated before a piece is measured."""
+    """A command that runs out of time has measured the targets. Nothing is allocated before a piece is measured."""
     monkeypatch.setattr(kernels, "this_machine", lambda deep_gemm: device.tiny_machine())
     monkeypatch.setattr(Machine, "random", lambda *_: pytest.fail("allocated"))
     found = list(kernels.pieces(Setup(False, tmp_path, Record("kernels"))))
@@ -225,12 +225,12 @@ def test_what_the_targets_need_is_measured_first(monkeypatch, tmp_path):
 
 
 def test_a_broken_device_is_no_row(monkeypatch):
-    """After an illegal access nothing else would run: the error goes on to the end of the process."""
+    """After an illegal access nothing else can run: the error ends the process."""
 
     def refuses(turn):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert "illegal" in device._prepared(refuses)  # the device answers: a row
+    assert "illegal" in device._prepared(refuses)  # the device still works: a row
     monkeypatch.setattr(device, "is_broken", lambda: True)
     with pytest.raises(RuntimeError, match="illegal"):
         device._prepared(refuses)

@@ -1,1 +1,1 @@
-"""Campaigns of hours, which ``make faults`` and ``make soak`` run; pytest runs the tests of what judges them."""
+"""Campaigns that take hours, run by ``make faults`` and ``make soak``. pytest only tests how they judge."""

@@ -1,4 +1,4 @@
-"""What the tests read of an export, and what the command prints."""
+"""What the tests read from an export, and what the command prints."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def active(monkeypatch):
 
 
 class Engine:
-    """DeepSpeed's: it writes a tag's folder, and names it last."""
+    """DeepSpeed's: it writes a tag's folder, then names it."""
 
     global_steps = 7
 
@@ -67,7 +67,7 @@ class Engine:
 
 
 def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, save_latest=True):
-    """OpenRLHF's: it makes room, which would remove a folder that it does not know, then saves."""
+    """OpenRLHF's: it removes old folders, including unknown ones, then saves."""
     assert not (save_dir / (tag or "global_step7")).exists()
     model.save_checkpoint(save_dir, tag=tag, client_state=client_state, save_latest=save_latest)
 

@@ -1,4 +1,4 @@
-"""A checkpoint of another run's settings is found in the driver and by the doctor, before a worker would load it."""
+"""The driver and the doctor find a checkpoint with other settings before a worker loads it."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_the_platform_that_verl_fell_back_to_is_replaced_and_one_that_works_is_a
     assert "Call jetrl_patch.enable() before verl is used" in out
 
 
-# A shim that is no longer needed has to go: these fail then.
+# These fail when a shim is no longer needed and should be removed.
 
 
 def test_still_needed_vllm_has_another_name():

@@ -1,4 +1,4 @@
-"""The checkpoint engine for rollouts with processes of their own: every tensor arrives at every rollout process, whole."""
+"""The checkpoint engine for rollouts in other processes: every tensor arrives whole at every rollout process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 
 
 def exchange(actors: int, rollouts: int, streams: list[list[tuple[str, torch.Tensor]]], monkeypatch) -> list[list]:
-    """Sync once for each stream, with a thread in place of each process. Returns what each rollout received each time."""
+    """Sync once for each stream, with threads as processes. Returns what each rollout received each time."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     Engine = make_engine(base, lambda: 30.0)
     engines = [Engine(bucket_size=BUCKET, is_master=rank == 0) for rank in range(actors + rollouts)]

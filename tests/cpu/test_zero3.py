@@ -1,4 +1,4 @@
-"""ZeRO-3 on a CPU: weights that DeepSpeed gathers have arrived before anybody reads them."""
+"""ZeRO-3 on a CPU: gathered weights have arrived before they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of field failures names tests that there are."""
+"""The page of field failures names existing tests."""
 
 from __future__ import annotations
 

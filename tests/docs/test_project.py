@@ -1,4 +1,4 @@
-"""The project files beside the code agree with the code."""
+"""The project files agree with the code."""
 
 from __future__ import annotations
 

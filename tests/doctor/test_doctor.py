@@ -169,7 +169,7 @@ def test_without_a_command_each_framework_gets_its_verdict(monkeypatch: pytest.M
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretend that these versions are installed, None for a package that is not. What frameworks require is their own."""
+    """Pretend that these versions are installed, None for a missing package. The frameworks' own requirements stay."""
 
     def install(**versions: str | None) -> None:
         without(monkeypatch, *(name for name, version in versions.items() if version is None))
@@ -180,7 +180,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_user_of_verl_is_advised_what_verl_pins(installed: Callable[..., None], model: Path) -> None:
-    """Without a command the one framework that is installed decides; OpenRLHF's packages are nobody's concern."""
+    """Without a command, the installed framework decides; OpenRLHF's packages are not checked."""
     installed(openrlhf=None, deepspeed=None, vllm="0.15.0", torch="2.4.0", transformers="5.15.0")
     for command in ([], verl(model)):
         found = doctor("--", *command, status=1)
@@ -201,7 +201,7 @@ def test_a_user_of_openrlhf_is_advised_what_openrlhf_pins(installed: Callable[..
 
 
 def test_no_pin_is_advised_that_breaks_another_framework(installed: Callable[..., None], model: Path) -> None:
-    """verl refuses the transformers that OpenRLHF pins, so where both are installed nothing is said about it."""
+    """verl refuses the transformers that OpenRLHF pins, so the doctor says nothing about it where both are installed."""
     found = doctor("--", *openrlhf(model), status=0)
     assert named(found, "transformers")["state"] == "ok"
     installed(transformers="5.1.0")
@@ -292,7 +292,7 @@ def test_a_gpu_on_which_vllm_refuses_the_format(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "int8-rollout"])
 def test_a_precision_without_fp8_needs_no_hopper_gpu(capable: Callable[[tuple[int, int]], None], precision: str) -> None:
-    """What the advice names passes, without a warning about kernels that the precision has no use for."""
+    """The precision that the advice names passes, without a warning about kernels that it does not use."""
     capable((8, 0))
     report = doctor("--precision", precision, status=0)
     assert (named(report, "device")["state"], named(report, "GEMM backend")["state"]) == ("ok", "skipped")
@@ -533,7 +533,7 @@ def test_the_table_shows_problems_first_and_what_is_right_last(monkeypatch: pyte
     order = ["problem", "unknown", "warning", "change", "ok", "skipped"]
     ranks = [order.index(state) for state in states(output)]
     assert ranks == sorted(ranks) and {"problem", "unknown", "warning", "ok", "skipped"} <= set(states(output))
-    assert "change" not in states(output)  # nothing switches the plugin on
+    assert "change" not in states(output)  # nothing enables the plugin
     assert len(ranks) == len(doctor("--", *words)["checks"])
 
 

@@ -1,4 +1,4 @@
-"""``jetrl doctor`` says that a run would start only if it would: GPUs, models, data, environments, all at once."""
+"""``jetrl doctor`` reports that a run would start only if it would: GPUs, models, data, environments together."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_model_folder_that_is_not_complete(place: Path, tmp_path: Path, gone: 
 
 
 def test_a_model_in_the_cache_is_checked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its family and its split are judged as those of a folder, by the driver too."""
+    """Its family and split are checked like a folder's, also by the driver."""
     monkeypatch.setattr(preflight, "_cached", lambda name: str(place) if name == "org/name" else "")
     extra = (f"{MODEL}.path=org/name", f"{ROLLOUT}.tensor_model_parallel_size=4")
     found = only(judge("verl", verl(place, *extra), Config()))
@@ -265,7 +265,7 @@ def test_all_problems_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_all_problems_of_a_model_at_once(tmp_path: Path, place: Path) -> None:
-    """Exact mode's family and the split, not the first alone."""
+    """The unsupported family and the split, not only the first."""
     config_of("qwen3", use_sliding_window=True, attention_bias=True).save_pretrained(tmp_path)
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()

@@ -1,7 +1,7 @@
-"""vLLM's FlashAttention-3 without a GPU: refuses what the library refuses, and takes the tiles of keys that it takes.
+"""A test double of vLLM's FlashAttention-3 without a GPU, with the library's assertions and its tiles of keys.
 
 Written after Dao-AILab/flash-attention, ``hopper/flash_api.cpp`` (mha_fwd), ``hopper/heuristics.h``, ``hopper/tile_size.h`` and
-``hopper/softmax.h``, and after ``vllm/vllm_flash_attn/flash_attn_interface.py``. Where the library reads wild memory in silence,
+``hopper/softmax.h``, and after ``vllm/vllm_flash_attn/flash_attn_interface.py``. Where the library silently reads invalid memory,
 the double raises. Products are summed in FP64, then rounded to FP32, so that a row's bits depend on its tiles alone.
 """
 
@@ -48,7 +48,7 @@ def splits(asked: int, tiles: int, blocks: int) -> int:
 
 
 class FlashAttention3:
-    """Stands for ``vllm.vllm_flash_attn``. ``calls`` holds the tile of keys and the splits of each call."""
+    """A double of ``vllm.vllm_flash_attn``. ``calls`` holds the tile of keys and the splits of each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []

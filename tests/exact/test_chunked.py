@@ -1,4 +1,4 @@
-"""Log-probs by chunks: the bits of whole logits, whatever the size of a chunk, and their gradients."""
+"""Log-probs by chunks: the same bits as with whole logits for any chunk size, and their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashAttention-3 as exact attention: one configuration on both sides, taken only where a trial finds its rows equal."""
+"""FlashAttention-3 as exact attention: one configuration on both sides, used only if a trial finds its rows equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def library(monkeypatch):
-    """The double in the place of the library, serving heads of width 64 and 128 on this CPU."""
+    """The double in place of the library, for heads of width 64 and 128 on this CPU."""
     double = FlashAttention3()
     monkeypatch.setattr(flash3, "find", lambda: (double.flash_attn_varlen_func, ""))
     monkeypatch.setattr(dispatch, "attentions", {("cpu", width): flash3.FLASH3 for width in (64, 128)})
@@ -50,7 +50,7 @@ def test_a_longest_query_as_it_is_would_change_the_tiles_of_decoding(library, mo
 
 
 def test_a_neighbour_that_grows_changes_no_tile(library, monkeypatch):
-    """vllm#51902: a decode step beside a prefill of 9 tokens, and of 10. Its sizes: 14 heads on 2, of width 64, pages of 16."""
+    """vllm#51902: a decode step batched with a prefill of 9 tokens, and of 10. Sizes: 14 heads on 2, of width 64, pages of 16."""
     g = torch.Generator().manual_seed(4)
     k, v = (torch.randn(60, 16, 2, 64, generator=g).to(torch.bfloat16) for _ in range(2))
     q = torch.randn(11, 14, 64, generator=g).to(torch.bfloat16)

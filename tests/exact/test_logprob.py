@@ -105,7 +105,7 @@ def test_a_second_backward_pass_over_reused_logits_is_refused():
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that operators allocate and that are alive, at most at one time."""
+    """The peak bytes of live tensors that operators allocate."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ def peak(function):
 
 
 def test_memory_of_one_block(monkeypatch):
-    """At most 1.2 times the logits, with themselves, plus one block; three FP32 copies of all of them before."""
+    """At most 1.2 times the logits, themselves included, plus one block."""
     rows, width = 2048, 4096
     monkeypatch.setattr(logprob, "BLOCK_BYTES", 32 * 4 * width)
     labels, size = torch.zeros(rows, dtype=torch.long), rows * width * 2

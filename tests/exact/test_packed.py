@@ -1,4 +1,4 @@
-"""Packed batches whose number of sequences is known: the same attention, and no look at the device."""
+"""Packed batches with a known number of sequences: the same attention without a device sync."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def positions_of(*lengths):
 
 
 def run(positions, **layout):
-    """Output and gradients of one layer over a packed row."""
+    """Output and gradients of one layer for a packed row."""
     T = positions.shape[1]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, T, 64, generator=generator).to(torch.bfloat16).requires_grad_() for h in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""The trainer's rotary table: long enough without a look at the positions, and the same values as before."""
+"""The trainer's rotary table: long enough without reading the positions, with unchanged values."""
 
 from __future__ import annotations
 

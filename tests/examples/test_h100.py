@@ -1,4 +1,4 @@
-"""The scripts for 8 H100, as far as a machine without GPUs can check: shell, configuration, arguments, the plugin's rules."""
+"""The scripts for 8 H100, as far as checked without GPUs: shell, configuration, arguments, the plugin's rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(script: Path, models: Path, *extra: str, **environ: str) -> list[str]:
-    """The command that the script would start, as words."""
+    """The words of the command that the script would start."""
     say = models / "say.py"
     say.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     model = models / script.stem.rsplit("_", 1)[0]

@@ -179,7 +179,7 @@ def test_a_group_finds_descendants_in_other_sessions_and_weighs_them(tmp_path: P
 
 
 def test_a_run_within_a_run_ends_with_it(tmp_path: Path) -> None:
-    """The inner run has a session and a mark of its own; at the end of the outer one, nobody is left to end it."""
+    """The inner run has its own session and mark. When the outer one ends, nothing else would end it."""
     code = (
         "import os, sys, time; from pathlib import Path; from examples.common.processes import Group; "
         "inner = Group([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, Path.cwd(), Path(sys.argv[1])); "
@@ -195,7 +195,7 @@ def test_a_run_within_a_run_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_an_arm_runs_as_its_users_run_it(tmp_path: Path) -> None:
-    """vLLM compiles and captures, but in exact mode, which asks for eager layers."""
+    """vLLM compiles and captures, except in exact mode, which needs eager layers."""
     for precision, align, eager in (("bf16", None, False), ("fp8-unified", "linear", False), ("fp8-unified", "exact", True)):
         arm = Arm(precision=precision, align=align)
         command = Recipe(device="cuda", gpu_memory_utilization=0.2).launch(arm, tmp_path, Path("t"), tmp_path / "log").command
@@ -278,7 +278,7 @@ def test_the_start_is_told_from_the_log(tmp_path: Path) -> None:
     log.write_text(log.read_text() + "three\n")
     assert phases.new() == ["third"] and phases.new() == []
     later = Phases(log, [("zero", "never"), ("three", "last")])
-    assert later.new() == ["last"]  # what was passed over is not told
+    assert later.new() == ["last"]  # skipped milestones are not reported
 
 
 def test_a_run_tells_its_start_and_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""DeepGEMM without a GPU: refuses what the library refuses on sm_90, takes the tiles that it takes, computes by the oracle.
+"""A test double of DeepGEMM without a GPU: the library's assertions and tiles on sm_90, computed by the oracle.
 
 Written after DeepGEMM's C++ and CUDA sources (``tests/anchors/deep_gemm.json`` names revisions and files). Where the library
-reads wrong memory in silence, the double raises. What TMA and nvcc refuse is refused here too.
+silently reads wrong memory, the double raises. It also refuses what TMA and nvcc refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Refused(RuntimeError):
 
 
 class Tile(NamedTuple):
-    """What the heuristic takes; part of a kernel's source, so another value is another compilation."""
+    """The heuristic's choice. It is part of a kernel's source, so another value needs another compilation."""
 
     block_m: int
     block_n: int
@@ -47,7 +47,7 @@ def aligned(size: int, to: int) -> int:
 
 
 class DeepGemm:
-    """Stands for the module. ``compiled`` holds each kernel that nvcc built, ``copies`` counts scales in a foreign layout."""
+    """A double of the module. ``compiled`` holds each kernel that nvcc built, ``copies`` counts scales in a foreign layout."""
 
     def __init__(self, sms: int = SMS) -> None:
         self.sms = sms
@@ -136,7 +136,7 @@ class DeepGemm:
 
 
 def tma(t: Tensor, pitch: int) -> None:
-    """cuTensorMapEncodeTiled of a matrix whose rows lie ``pitch`` elements apart."""
+    """cuTensorMapEncodeTiled of a matrix with ``pitch`` elements between rows."""
     need(t.data_ptr() % 16 == 0, "cuTensorMapEncodeTiled: the address is no multiple of 16 bytes")
     need(pitch * t.element_size() % 16 == 0, "cuTensorMapEncodeTiled: the row pitch is no multiple of 16 bytes")
 

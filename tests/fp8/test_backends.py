@@ -1,4 +1,4 @@
-"""The choice of a backend, and the operands passed to the GPU libraries, whose calls the oracle replaces."""
+"""The choice of a backend, and the operands of the GPU libraries, replaced by the oracle."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_backend_of_the_gpu_needs_no_triton_to_be_imported(monkeypatch):
 
 
 def by_rows(w):
-    """A weight as the rollout holds it where its rows share no scales."""
+    """A rollout weight whose rows share no scales."""
     return Quantized(w.q, w.s_rows, "rows", w.scale_format)
 
 

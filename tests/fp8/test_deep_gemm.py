@@ -1,4 +1,4 @@
-"""What DeepGEMM is handed, for every shape that a trainer or a rollout has; and the double that stands for it."""
+"""The operands of DeepGEMM for every shape of trainer and rollout, and its test double."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in FP8: a token's bits in any company, gradients against FP64, what is saved, errors."""
+"""Experts in FP8: a token's bits in any batch, gradients against FP64, saved tensors, errors."""
 
 from __future__ import annotations
 

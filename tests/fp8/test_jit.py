@@ -1,4 +1,4 @@
-"""What DeepGEMM needs to compile is asked when the backend is chosen, not at the first product."""
+"""DeepGEMM's compiler is checked when the backend is chosen, not at the first product."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_split_of_k_shows_in_the_output_alone(backend, scale_format):
     gen, found = torch.Generator().manual_seed(1), {}
     g, given = (torch.randn(260, width, generator=gen).to(torch.bfloat16) for width in (130, 2048))
     given *= 2.0 ** torch.arange(0, 24, 3).repeat_interleave(128).repeat(2)
-    given[:20, 1024:] = -given[:20, :1024]  # of sums that cancel, what rounding left is seen
+    given[:20, 1024:] = -given[:20, :1024]  # sums that cancel show the rounding
     for splits in (1, 2, 4, 8):
         layer = make(2048, 130, bias=False, dtype=torch.bfloat16, scale_format=scale_format, backend=backend)
         layer.fp8.splits = splits

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: damaged files are made anew, and what cannot work says so in one line."""
+"""The cache of compiled kernels: damaged files are rebuilt, and failures are reported in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.native import build
 
-#: in a process of its own: a library that is cut short may end it with a bus error
+#: in a process of its own, because a truncated library may end it with a bus error
 LOAD = (
     "import torch\nfrom jetrl_patch.native import ops\n"
     "x = torch.ones(4, 128, dtype=torch.bfloat16)\nassert float(ops.bf16_gemm(x, x, torch.float32)[3, 3]) == 128.0"

@@ -121,7 +121,7 @@ def test_any_slice_of_rows_keeps_its_scales(n, k, data):
 
 
 class Divisors(TorchDispatchMode):
-    """Notes what tensors are divided by."""
+    """Records the divisors of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Divisors(TorchDispatchMode):
     ids=[*KINDS, "one scale a row", "int8"],
 )
 def test_no_quantizer_divides_by_a_number(run):
-    """CUDA multiplies by the rounded reciprocal of a number, and of a tensor of one value that lies on the CPU."""
+    """CUDA multiplies by the rounded reciprocal of a number, and of a one-element tensor on the CPU."""
     x = torch.ones(3, 200, dtype=torch.bfloat16, device="meta")
     with Divisors() as divisors:
         run(x, "fp32")

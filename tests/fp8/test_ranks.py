@@ -43,7 +43,7 @@ def trainer_parts(made, split):
 
 
 def rank_sum(made, split, rank):
-    """What one rank adds, with the matrices that it holds and no others: FP32 [1, T, H]."""
+    """One rank's part, from its own matrices: FP32 [1, T, H]."""
     own, by_columns = made.own, split.by == "columns"
     step, each = WIDTH // split.ranks, 6 // split.ranks
     at = slice(rank * step, (rank + 1) * step) if by_columns else slice(0, WIDTH)
@@ -69,7 +69,7 @@ def test_the_trainer_adds_what_the_ranks_add(backend, split):
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_the_split_shows_in_the_output(split):
-    """A million FP32 sums, of which another order rounds some to other BF16 values."""
+    """A million FP32 sums; in another order, some round to other BF16 values."""
     made = layer(3000, split)
     found = made.run()
     assert torch.equal(found, added(trainer_parts(made, split)))

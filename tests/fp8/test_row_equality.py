@@ -1,4 +1,4 @@
-"""The trial of fused and sliced weights: it passes what computes a row alike whatever N is, and names what does not."""
+"""The trial of fused and sliced weights: it passes products whose rows do not depend on N, and names the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCHES = (1, 40)
 
 
 class ByTile(DeepGemm):
-    """A library whose wide tiles round otherwise."""
+    """A library whose wide tiles round differently."""
 
     def product(self, a, sa, b, sb, out_dtype, tile):
         y = super().product(a, sa, b, sb, out_dtype, tile)
@@ -33,7 +33,7 @@ class ByTile(DeepGemm):
 
 
 class ByN(type(get_backend("torch"))):
-    """Takes another kernel from N = 500 on, as this project's own tiles do from 8192 on."""
+    """Uses another kernel from N = 500 on, as this project's own tiles do from 8192 on."""
 
     name = "by-n"
 
@@ -99,7 +99,7 @@ def test_a_tile_that_rounds_otherwise_is_found(use):
 
 
 class ByHeight(DeepGemm):
-    """A library that rounds otherwise in one tile, which some batches between those of ``DECODED`` take."""
+    """A library that rounds differently in one tile, which some batches between those of ``DECODED`` use."""
 
     def product(self, a, sa, b, sb, out_dtype, tile):
         y = super().product(a, sa, b, sb, out_dtype, tile)
@@ -141,7 +141,7 @@ def test_a_layer_is_tried_with_the_product_that_it_serves(name, kernels, use):
 
 
 class ByFew(type(get_backend("torch"))):
-    """A tile of few rows that rounds otherwise, and can be done without."""
+    """A tile of few rows that rounds differently and is not essential."""
 
     name, few = "by-few", 64
 

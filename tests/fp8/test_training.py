@@ -157,7 +157,7 @@ def test_activation_checkpointing_changes_nothing(backend, dtype, reentrant):
 
 
 class Counting(PlainGpu):
-    """Holds on weakly to each operand of WGrad that it makes of a saved input."""
+    """Keeps a weak reference to each operand of WGrad that it makes from a saved input."""
 
     def __init__(self):
         self.made = []

@@ -1,4 +1,4 @@
-"""Weights that are promised to stay are quantized once, on the GPU backends' code path; no other weight ever is kept."""
+"""Weights that are promised to stay unchanged are quantized once, on the GPU backends' code path. No other weight is cached."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def preserving(w, write):
 
 
 def bytes_of(model):
-    """The bytes of a layer; the same bytes transposed stand beside them while they are held, and never else."""
+    """The bytes of a layer. The transposed bytes exist only while they are held."""
     layer = model.layers[0].gate_proj
     made = layer.fp8.quantized(layer.weight, own=True)
     assert (made.transposed is not None) == (layer.fp8.promise in PROMISES)
@@ -198,7 +198,7 @@ def current(model):
 
 @pytest.mark.parametrize("write", WRITES)
 def test_no_value_outlives_the_promise(write):
-    """However a weight is written between two blocks, whether or not that leaves a trace on the tensor."""
+    """Any write to a weight between two blocks, whether or not the tensor shows it."""
     model = make()
     with unchanged_weights(model):
         first = bytes_of(model)
@@ -247,7 +247,7 @@ def test_a_compiled_optimizer_ends_the_promise(how):
 
 @pytest.mark.parametrize("write", BROKEN)
 def test_a_broken_promise_is_seen(write):
-    """By hooks, by the version and by the form; what leaves no trace is for the audit."""
+    """Found by hooks, version and shape; the audit finds what leaves no trace."""
     model = make()
     for x in micro_batches(0, 1):
         model(x).float().sum().backward()
@@ -259,7 +259,7 @@ def test_a_broken_promise_is_seen(write):
 
 
 def test_a_write_without_a_trace_is_audited(monkeypatch):
-    """Each layer in its turn: a weight that changes between forward and backward ends the run, by its name."""
+    """One layer after the other: a weight that changes between forward and backward ends the run, with its name."""
     monkeypatch.setattr(unchanged, "_turns", itertools.count())
     model, found = make(), []
 

@@ -128,7 +128,7 @@ def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, 
 
 
 def test_a_graphs_padding_changes_nothing():
-    """A captured decoding step has more requests and tokens than there are: their lengths are zero, their pages anybody's."""
+    """A captured decoding step has padding: requests of length zero, with arbitrary pages."""
     q, k, v, cu = packed(4, 2, 64)
     k_cache, v_cache, table = paged(k, v, cu, 16, seed=3)
     rows, seen = cu[1:].long() - 1, torch.tensor(LENGTHS, dtype=torch.int32)

@@ -140,7 +140,7 @@ CHANGES = {
 
 
 def gated(scale_format="pow2"):
-    """gate, up and down of a small MLP, and a call that multiplies with or without quantized gradients."""
+    """gate, up and down of a small MLP, and a call with or without quantized gradients."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.Linear(128, 128, bias=i == 0).bfloat16() for i in range(3))
     for layer in layers:
@@ -160,7 +160,7 @@ def gated(scale_format="pow2"):
 
 @pytest.mark.parametrize("change", [None, *CHANGES])
 def test_a_gradient_that_was_changed_is_quantized_again(change, both):
-    """What a hook makes of the gradient is what the layer's backward reads."""
+    """The layer's backward reads the gradient that a hook returns."""
     _, call = gated()
     expected = call(False, CHANGES.get(change))
     before = len(both)
@@ -230,7 +230,7 @@ def test_checkpointing_and_no_grad_change_nothing():
     out, grads = run(ours)
     with torch.no_grad():
         assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
-    with torch.inference_mode():  # nothing can be handed over there
+    with torch.inference_mode():  # nothing can be passed on there
         assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
     ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     again, repeated = run(ours)

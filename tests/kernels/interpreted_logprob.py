@@ -138,7 +138,7 @@ def test_a_second_backward_pass_over_reused_logits_is_refused():
 
 @pytest.mark.parametrize(("serves", "dtype"), [("triton", BF16), ("triton", FP32), ("torch", BF16)], ids=str)
 def test_bytes_of_a_logit_and_launches(serves, dtype, monkeypatch):
-    """One read and one write of the logits, with the numbers of a row beside each tile."""
+    """One read and one write of the logits, and the numbers of a row with each tile."""
     monkeypatch.setattr(dispatch, "_chosen", {"cpu": serves})
     rows, V = 20, 2 * LOGPROB_COLUMNS
     monkeypatch.setattr(logprob, "BLOCK_BYTES", 16 * 4 * V)  # two blocks

@@ -171,7 +171,7 @@ def test_the_trial_of_a_machine_compares_it_with_the_rollouts(monkeypatch):
     assert not tried.rotary().ok and "the trainer's" in tried.rotary().found
 
 
-#: families whose function is another: angles of three dimensions; interleaved halves
+#: families with another function: angles of three dimensions; interleaved halves
 OTHERS = {"qwen2_5_vl", "glm4v"}
 
 
@@ -208,7 +208,7 @@ def test_another_function_is_left_alone(changed):
 
 @pytest.mark.parametrize("graphs", ["eager", "aot_eager"])
 def test_a_compiled_model_computes_as_before(models, graphs):
-    """Where a compiler traces the copied forward, it finds Hugging Face's function in it."""
+    """A compiler that traces the copied forward finds Hugging Face's function in it."""
     _, ours = models
     found = torch.compile(ours.model.layers[0].self_attn, backend=graphs)
     x, at = rand(1, 5, ours.config.hidden_size), torch.arange(5)[None]

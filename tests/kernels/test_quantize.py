@@ -89,7 +89,7 @@ def sum_of_squares(spec: Spec) -> list[str]:
 
 @pytest.mark.parametrize("spec", registered.NORM_ROWS, ids=lambda spec: spec.name)
 def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
-    """Else one row in 10^8 would have another last bit, which no comparison of values would find."""
+    """Otherwise one row in 10^8 would differ in the last bit, which no comparison of values would find."""
     alone = next(s for s in registered.NORM if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
     assert alone.options["num_warps"] == spec.options["num_warps"]
     found = sum_of_squares(spec)

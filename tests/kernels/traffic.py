@@ -1,4 +1,4 @@
-"""What a GPU would move: the bytes of Triton kernels, counted in the interpreter, and of torch's operators beside them."""
+"""What a GPU would move: the bytes of Triton kernels, counted in the interpreter, and of torch's operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-#: operators that move nothing, besides views
+#: operators that move nothing, apart from views
 FREE = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::_unsafe_view")
 
 

@@ -1,4 +1,4 @@
-"""A misspelt ``JETRL_*`` variable stops every way into the plugin, also where nothing else would have enabled it."""
+"""A misspelt ``JETRL_*`` variable stops every way into the plugin, even if nothing else enables it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 HEAD = "#!/usr/bin/env bash\nset -xeuo pipefail\n"
-#: a GRPO launch with the variables, arrays and probes that verl's examples have
+#: a GRPO launch with variables, arrays and probes as in verl's examples
 GRPO = (
     HEAD
     + r"""
@@ -32,7 +32,7 @@ LAUNCH=(uv run --frozen --extra vllm python3)
 
 
 def grpo(*settings: str, model: str = "Qwen/Qwen3-8B") -> str:
-    """A script whose launch has these settings besides."""
+    """A script whose launch has these additional settings."""
     return GRPO.replace("EXTRA", " ".join(settings)).replace("Qwen/Qwen3-8B", model)
 
 

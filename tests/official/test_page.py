@@ -1,4 +1,4 @@
-"""The page: counts per class and mode, what stands alone, one sentence for each refusal."""
+"""The page: counts per class and mode, sole reasons, one sentence for each refusal."""
 
 from __future__ import annotations
 

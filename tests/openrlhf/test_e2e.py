@@ -75,7 +75,7 @@ def test_the_rollouts_log_probs_are_what_the_pass_would_give(task, tmp_path, ext
 
 
 def _comparer(folder: Path) -> Path:
-    """Write a sitecustomize that runs the left-out pass too and compares its tensors with what stands in for them."""
+    """Write a sitecustomize that also runs the skipped pass and compares its tensors with the replacements."""
     (folder / "sitecustomize.py").write_text(
         """
 import wrapt

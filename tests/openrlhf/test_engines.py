@@ -55,7 +55,7 @@ def test_an_engine_that_cannot_be_built_is_named_with_its_cause():
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("precision", ["bf16", "fp8-unified"])
 def test_a_run_whose_engine_cannot_be_built_ends(tmp_path, precision):
-    """Without the check the policy actor waits for the engine for ever."""
+    """Without the check, the policy actor would wait for the engine forever."""
     task = make_task(tmp_path)
     run = Run(task, "--data.max_len", "100000", environ={"JETRL_PRECISION": precision, "CUDA_VISIBLE_DEVICES": ""}, steps=1)
     assert run.wait(900) != 0

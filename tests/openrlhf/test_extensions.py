@@ -1,4 +1,4 @@
-"""Locks that a killed build of a C++ extension leaves behind stop a run with an error, not with an endless wait."""
+"""A lock left by a killed build of a C++ extension stops a run with an error, not with an endless wait."""
 
 from __future__ import annotations
 

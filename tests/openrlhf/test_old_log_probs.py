@@ -48,7 +48,7 @@ def samples(count=8, version=3):
 
 
 class Maker:
-    """Stands in for ``RemoteExperienceMaker``: its policy computes the rollout's log-probs, wrongly for ``wrong`` samples."""
+    """A stand-in for ``RemoteExperienceMaker``: its policy computes the rollout's log-probs, with errors in ``wrong`` samples."""
 
     initial_model_group = None
 

@@ -143,7 +143,7 @@ def test_the_help_names_every_backend(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_an_untouched_installation(tmp_path: Path) -> None:
-    """Real vLLM and Hugging Face, without a patch, beside exact mode: one table with both."""
+    """Real vLLM and Hugging Face without a patch, and exact mode, in one table."""
     model = models.save(tmp_path / "m", "qwen3")
     file = tmp_path / "out.json"
     arguments = ["--model", model, "--tokens", "256", "--length", "16", "--json", str(file)]

@@ -1,4 +1,4 @@
-"""The journal beside other code that patches the same places, in any order, with failures and from many threads."""
+"""The journal together with other code that patches the same places, in any order, with failures and from many threads."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
-#: what is left in a fresh login shell, and no token in the home folder
+#: the environment of a fresh login shell, without a token in the home folder
 CLEAN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 
 

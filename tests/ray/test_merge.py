@@ -1,4 +1,4 @@
-"""Our part of a ``runtime_env`` beside the user's; Ray's own merge accepts the result."""
+"""The plugin's part of a ``runtime_env`` with the user's; Ray's own merge accepts the result."""
 
 from __future__ import annotations
 

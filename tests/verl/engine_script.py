@@ -16,7 +16,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=bool(gather))
 
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.backends.quantize import quantize_weight

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
     import pytest
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.adapters.verl.precision import figures, wanted

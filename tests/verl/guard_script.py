@@ -15,7 +15,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", monitor_every=1, guard_sqnr=22.0)
 
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.sync.protocol import MANIFEST, Manifest

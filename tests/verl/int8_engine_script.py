@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
     import numpy
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from transformers import AutoModelForCausalLM
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 

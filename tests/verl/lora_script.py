@@ -18,7 +18,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", exclude=("layers.1.mlp.down_proj",), optimizer_states=states)
 
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from merged_by_hand import assert_sent, merged_values
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM

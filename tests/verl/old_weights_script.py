@@ -26,7 +26,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=which == "gather")
 
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
     from verl.workers.engine.fsdp import transformer_impl

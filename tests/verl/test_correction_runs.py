@@ -1,4 +1,4 @@
-"""Corrections in real verl runs: the identity where both sides agree, and what verl applies where they do not."""
+"""Corrections in real verl runs: the identity if both sides agree, and verl's correction if they do not."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _(module):
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_two_runs_on_one_machine_do_not_meet(task):
-    """Each has a Ray of its own, whose first job has the same number, by which verl names the socket of the weight sync."""
+    """Each has its own Ray, whose first job has the same number; verl names the socket of the weight sync after it."""
     environ = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": "", "JETRL_SYNC_TIMEOUT": "60"}
     runs = [Run(task, f"{A}.optim.lr={rate}", steps=6, environ=environ) for rate in ("1e-3", "1e-2")]
     for run in runs:

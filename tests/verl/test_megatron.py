@@ -355,7 +355,7 @@ def test_tied_weights_and_critics():
 
 @pytest.mark.slow
 def test_a_stage_of_a_pipeline_sends_the_whole_model():
-    """Two blocks of three are on this rank, in two chunks. The export brings the third."""
+    """Two of three blocks are on this rank, in two chunks. The export adds the third."""
     word, text = engine("pow2", "stages")
     assert word == "FACTS", text
     facts = json.loads(text)

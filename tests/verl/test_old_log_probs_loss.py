@@ -84,7 +84,7 @@ def patched():
 @pytest.mark.parametrize("loss_mode", LOSSES)
 @pytest.mark.parametrize("shift", [0.0, 0.3])
 def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, shift):
-    """In the first update and in later ones, whatever stands where no token counts."""
+    """In the first and in later updates, with any values at masked tokens."""
     batch = MicroBatch()
     expected, weights, metrics_of_pass = batch.loss(batch.pass_, loss_mode, shift)
     expected.backward()

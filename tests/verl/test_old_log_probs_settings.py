@@ -1,4 +1,4 @@
-"""``old_log_probs`` and the settings of verl: what needs the pass is refused, or brings it back if nobody asked."""
+"""``old_log_probs`` and verl's settings: settings that need the pass are refused, or enable it in ``auto``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
 @pytest.mark.parametrize(
     ("mode", "extra", "apart"),
     [
-        # as verl's own script has it, with a reference model, offload, and a loss beside the log-probs
+        # as in verl's own script, with a reference model, offload, and a loss in addition to the log-probs
         (LINEAR, (V1, f"{M}.use_fused_kernels=True", f"{M}.enable_gradient_checkpointing=True"), 0.1),
         (LINEAR, (V0, f"{A}.use_kl_loss=True", f"{A}.veomni.param_offload=True", f"{A}.veomni.optimizer_offload=True"), 0.1),
         (ROLLOUT, (V1, f"{A}.use_kl_loss=True", "trainer.save_freq=2"), 0.2),

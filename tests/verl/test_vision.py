@@ -231,7 +231,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 
 def torchrun(ranks: int, script: str, *words: str) -> str:
-    """Run a script beside this file on so many ranks; return what it printed."""
+    """Run a script of this folder on this many ranks; return its output."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(models.ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     file = str(Path(__file__).with_name(script))

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", align=align)
 
     import torch
-    from fsdp_engine import build  # beside this script
+    from fsdp_engine import build  # in this folder
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 

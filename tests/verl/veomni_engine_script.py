@@ -1,10 +1,10 @@
-"""Run under torchrun on two ranks: verl's real VeOmni engine and VeOmni's real model, on the CPU, beside transformers'.
+"""Run under torchrun on two ranks: verl's real VeOmni engine and VeOmni's real model on the CPU, compared with transformers'.
 
     torchrun --nproc_per_node=2 veomni_engine_script.py FAMILY MODEL_DIR plain|fused|shared|fp8|fp8-shared
 
 ``plain`` and ``fused`` compare log-probs and gradients in FP32, where a wrong position, mask or image stands out from rounding;
 ``shared`` does so on two ranks that share each sequence (Ulysses). ``fp8`` compares FP8 training with transformers' model in FP8,
-and the bytes of a sync with a direct quantization. Nothing of VeOmni is replaced but flash attention, which needs a GPU.
+and the bytes of a sync with a direct quantization. Only VeOmni's flash attention is replaced, because it needs a GPU.
 """
 
 import functools
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(**settings)
 
     import torch
-    from fsdp_engine import batch_of  # beside this script
+    from fsdp_engine import batch_of  # in this folder
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
     from verl.utils.torch_functional import logprobs_from_logits

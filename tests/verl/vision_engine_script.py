@@ -1,8 +1,8 @@
-"""Run under torchrun: a vision-language model's log-probs in verl's real FSDP engine, beside those of transformers' own forward.
+"""Run under torchrun: a vision-language model's log-probs in verl's real FSDP engine, compared with transformers' own forward.
 
     torchrun --nproc_per_node=N vision_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR [fused] [shared]
 
-With ``shared`` all ranks share each sequence (Ulysses), which verl does with packed sequences alone.
+With ``shared`` all ranks share each sequence (Ulysses), which verl supports only for packed sequences.
 
 Batches with and without images, of one length and of several, packed and padded, in micro-batches of every size, and the
 gradients of one of them. All in FP32, so that a wrong position, mask or image stands out from rounding.
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="bf16", upstream_fixes=True)
 
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from transformers import AutoModelForImageTextToText
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision=precision, **({"align": "linear"} if unified else {}))
 
     import torch
-    from fsdp_engine import batch_of, build  # beside this script
+    from fsdp_engine import batch_of, build  # in this folder
     from merged_by_hand import assert_sent, merged_values
     from tensordict.tensorclass import NonTensorData, NonTensorStack
     from torch.distributed.tensor import DTensor

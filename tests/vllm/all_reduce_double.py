@@ -1,6 +1,6 @@
-"""Stands for vLLM's custom all-reduce between GPUs: vLLM's own class on tensors of a CPU, but for its memory and its kernels.
+"""A test double of vLLM's custom all-reduce between GPUs: vLLM's own class on CPU tensors, except for its memory and kernels.
 
-The two kernels, what they refuse and which one is taken follow csrc/custom_all_reduce.cu and .cuh. The order of their sums was
+The two kernels, their limits and the choice between them follow csrc/custom_all_reduce.cu and .cuh. The order of their sums was
 also read in the code for sm_90 in vLLM 0.33's wheel: one stage is a chain of FADD from rank 0 on, which flushes nothing.
 """
 

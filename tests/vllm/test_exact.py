@@ -1,4 +1,4 @@
-"""The promise itself: vLLM's log-probs and the trainer's are the same bits, whatever shares the batch.
+"""The promise itself: vLLM's and the trainer's log-probs have the same bits, in any batch.
 
 Two engines in small here; all families and the larger counts are marked slow.
 """

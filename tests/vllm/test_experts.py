@@ -201,7 +201,7 @@ def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.Monke
 
 
 def test_on_a_gpu_all_experts_are_passed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are tested elsewhere: here the loop multiplies the matrices that they would get."""
+    """The kernels are tested elsewhere; here the loop multiplies the matrices that they would receive."""
     from jetrl_patch.adapters.vllm import experts
     from jetrl_patch.backends.cpu import NativeBackend
     from jetrl_patch.kernels import gemm_grouped
@@ -352,7 +352,7 @@ def test_an_engine_whose_ranks_cut_a_block_or_an_expert_is_refused(family: str) 
         check_engine({**by_experts, "tensor_parallel_size": 3}, family, {})
 
 
-#: what each of two ranks is told, the experts it holds and the width of its part of them
+#: arguments of each of two ranks, the experts it holds, and the width of its part
 RANKS = {
     "tp": [({"tp_size": 2, "tp_rank": rank}, range(E), 128) for rank in range(2)],
     "ep": [

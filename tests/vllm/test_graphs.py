@@ -25,7 +25,7 @@ from jetrl_patch.adapters.vllm.graphs import KEY, mark_settings, prove_graphs
 from jetrl_patch.errors import ConflictError, ModelError
 from jetrl_patch.measure.parity import Job
 
-#: what vLLM's own hash does not see, beside the first of them
+#: settings that vLLM's own hash ignores, except for the first
 OTHERS: tuple[dict[str, Any], ...] = (
     {"precision": "fp8-unified", "align": "linear"},
     {"precision": "fp8-rollout"},

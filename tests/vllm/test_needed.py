@@ -36,7 +36,7 @@ def test_cpu_linears_lose_their_weight_without_us() -> None:
     try:
         _custom_ops.create_onednn_mm(layer.weight.t(), 32)
         packs = True
-    except RuntimeError:  # its oneDNN has no BF16 product without AVX-512; vLLM then multiplies the weight where it lies
+    except RuntimeError:  # its oneDNN has no BF16 product without AVX-512; vLLM then multiplies the weight in place
         packs = False
     utils.dispatch_cpu_unquantized_gemm(layer, True)
     assert (layer.weight.numel() == 0) == packs

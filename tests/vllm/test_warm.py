@@ -1,4 +1,4 @@
-"""A rollout on DeepGEMM: kernels are compiled before it serves, and block scales are kept beside the weight."""
+"""A rollout on DeepGEMM: kernels are compiled before it serves, and block scales are kept with the weight."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run the campaign: ``make faults``, or ``python -m tests.campaigns.faults [runs] [verl|openrlhf] [PART OF A CELL'S NAME]``.
 
-With ``runs``, faults strike whole runs of a framework, otherwise weight syncs. What has been judged is kept in
-build/faults.json: a later call goes on there. Remove the file to begin anew. Exit status 1 if a cell is red.
+With ``runs``, faults are injected into whole runs of a framework, otherwise into weight syncs. Verdicts are kept in
+build/faults.json, and a later call continues there. Remove the file to start over. Exit status 1 if a cell is red.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "JETRL_SY
 
 
 def keep(verdicts: Iterator[tuple[Cell | RunCell, Verdict]], title: str, total: int, done: dict[str, Any]) -> None:
-    """Write each verdict to the disk as soon as it is there."""
+    """Write each verdict to disk at once."""
     from rich.progress import track
 
     for cell, verdict in track(verdicts, title, total=total):
@@ -65,7 +65,7 @@ def judge_syncs(chosen: list[Cell], done: dict[str, Any]) -> None:
 
 
 def table(chosen: Sequence[Cell | RunCell], done: dict[str, Any]) -> list[str]:
-    """Rows of Markdown: of each framework, point and fault how it ended."""
+    """Rows of Markdown: how each framework, point and fault ended."""
     rows = ["| framework | point | fault | seconds | outcome |", "| --- | --- | --- | ---: | --- |"]
     for cell in chosen:
         verdict = done[cell.name]

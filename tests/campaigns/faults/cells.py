@@ -1,4 +1,4 @@
-"""What goes wrong, where, and what must come of it."""
+"""What goes wrong, where, and the required outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from jetrl_patch.sync.protocol import SCALE_SUFFIX, encode_json
 from jetrl_patch.sync.send import NamedTensor
 
-#: seconds without progress after which a side gives up; both sides have the same
+#: seconds without progress after which either side gives up
 TIMEOUT = 8.0
 SHORT = 2.0  # a freeze that a run must survive
 
@@ -38,7 +38,7 @@ class Cell:
     Attributes:
         cause: regular expression that the error must match; None if the sync must succeed.
         fatal: whether the engine's process is gone afterwards.
-        harmless: whether the transfer itself may make the fault undone, so that the sync succeeds.
+        harmless: whether the transfer itself may repair the fault, and the sync succeed.
     """
 
     framework: str
@@ -53,7 +53,7 @@ class Cell:
         return f"{self.framework} / {self.point} / {self.fault}"
 
 
-#: fault on a message -> what the error says of it, by the kind of message
+#: fault on a message -> the error, by the kind of message
 _CHANGED = "changed on the way|not valid JSON|malformed|announced|computes? alike|different layers|protocol|before the commit"
 _MESSAGES: dict[str, str | None] = {
     "raises": "injected",
@@ -81,7 +81,7 @@ _LOADER = {
 
 
 def _is_harmless(framework: str, point: str, fault: str) -> bool:
-    """Whether a sync with this fault may succeed, with the right bytes."""
+    """Whether a sync with this fault may succeed with the correct bytes."""
     if fault == "swapped":  # tensors come in any order, and verl delivers a bucket's by name
         return point in ("first tensor", "scales", "middle") or framework == "verl"
     if fault == "repeated":
@@ -121,7 +121,7 @@ def flipped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def disturb(cell: Cell, names: list[str], other: list[NamedTensor], pid: int) -> Callable[[Iterable[NamedTensor]], Any]:
-    """Return what the stream of a sync goes through.
+    """Return the function through which the stream of a sync passes.
 
     Args:
         names: of the messages of an undisturbed sync.

@@ -1,4 +1,4 @@
-"""What a process of a run loads at its start, from a folder on PYTHONPATH: it strikes once, at the Nth call of one function.
+"""Loaded by the processes of a run from a folder on PYTHONPATH: it injects one fault at the Nth call of one function.
 
 ``FAULT_AT`` says where and how; its last part is a file that is made by the stroke, with the process and the time.
 """

@@ -23,13 +23,13 @@ from tests.campaigns.faults.roads import ROADS, Trainer
 from tests.campaigns.faults.rollout import start
 
 QUESTIONS = ("ended in time", "one error that names the cause", "whole weights, or none", "works again", "nothing left behind")
-#: seconds that a machine may need besides the time-out, to answer and to clean up
+#: seconds that a machine may need beyond the timeout, to answer and to clean up
 SLACK = 20.0
 
 
 @dataclass
 class Verdict:
-    """Answers to ``QUESTIONS``; why each no is a no.
+    """Answers to ``QUESTIONS``, with the reason for each no.
 
     Attributes:
         seconds: from the start of the sync to its end.
@@ -58,7 +58,7 @@ def left_behind() -> set[str]:
 
 
 def settled(read: Callable[[], int], most: int) -> int:
-    """Read a number until it is at most ``most`` or ``SLACK`` is over; ZeroMQ closes its files in a thread of its own."""
+    """Read a number until it is at most ``most`` or ``SLACK`` is over, because ZeroMQ closes its files in a thread."""
     end = time.monotonic() + SLACK
     while (found := read()) > most and time.monotonic() < end:
         time.sleep(0.1)
@@ -66,7 +66,7 @@ def settled(read: Callable[[], int], most: int) -> int:
 
 
 class Stage:
-    """A trainer and an engine of one framework, and what their weights are when nothing goes wrong."""
+    """A trainer and an engine of one framework, and their weights after an undisturbed sync."""
 
     def __init__(self, framework: str, model: str, config: Any, environ: dict[str, str]) -> None:
         self.framework, self.model, self.environ = framework, model, environ
@@ -86,7 +86,7 @@ class Stage:
         self.served = 1
 
     def start(self) -> None:
-        """Start the engine's process, and the road to it."""
+        """Start the engine's process and the transport to it."""
         self.rollout = start(self.framework, self.model, self.environ)
         self.pid = ray.get(self.rollout.pid.remote())
         self.road = ROADS[self.framework](self.rollout, self.trainer)
@@ -157,7 +157,7 @@ class Stage:
             verdict.answer(QUESTIONS[1], named, f"required {cell.cause!r}, found {verdict.error!r}")
 
     def _check_weights(self, cell: Cell, verdict: Verdict, version: int) -> None:
-        """A finished sync serves its version. A failed one serves nothing, or, refused before it began, what was there."""
+        """A finished sync serves its version. A failed one serves nothing, or the old version if refused before it began."""
         wanted = self.served if verdict.error else version
         try:
             answer = ray.get(self.rollout.generate.remote(), timeout=TIMEOUT + SLACK)

@@ -1,4 +1,4 @@
-"""The roads from a trainer's weights to an engine: the plugin's own code on the frameworks' own transfers."""
+"""The transports from a trainer's weights to an engine: the plugin's code on the frameworks' own transfers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Trainer:
     """A policy of two versions, and what a sync of it sends.
 
     Attributes:
-        disturb: what happens to the messages of the next sync before they reach the framework's transfer.
+        disturb: changes the messages of the next sync before they reach the framework's transfer.
     """
 
     def __init__(self, model: str, config: Any) -> None:
@@ -31,7 +31,7 @@ class Trainer:
         self.source: Source = convert(self.model, config, shapes, rollout_tp=1, device_type="cpu")
         first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         generator = torch.Generator().manual_seed(1)
-        # with other scales too, so that no tensor of one version passes for the other's
+        # with other scales too, so that no tensor is equal in both versions
         second = {name: 3 * p + 0.05 * torch.randn(p.shape, generator=generator).to(p) for name, p in first.items()}
         self.versions = (first, second)
         self.disturb: Disturb = iter

@@ -63,7 +63,7 @@ class Rollout:
         """Tokens of two responses and their log-probs. Raises SyncError if the engine refuses to generate."""
         from vllm import SamplingParams
 
-        # what the worker does before each forward; vLLM's engine does not outlive an error there, and here it must
+        # the worker's check before each forward; an error there would end vLLM's engine, which must survive here
         worker_of(self.llm).jetrl_receiver.check_serving()
         drawn = SamplingParams(temperature=1.0, seed=7, max_tokens=8, logprobs=0, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], drawn, use_tqdm=False)

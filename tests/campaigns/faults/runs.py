@@ -1,4 +1,4 @@
-"""Faults in whole runs of verl and OpenRLHF: where they strike, what must come of it, and the five questions.
+"""Faults in whole runs of verl and OpenRLHF: where they are injected, the required outcome, and the five questions.
 
 Each cell is a run of three steps with a checkpoint after each, over samples that are the same in every run. A run that ends is
 resumed, and must reach the end of an undisturbed one. Where it left the same files, byte for byte, as another that has been
@@ -29,10 +29,10 @@ from tests.seeded_runs import SeededRuns
 STEPS = 3
 #: seconds of a whole run, and from the stroke to the end of a run that it ends
 WHOLE, BOUND = 1200.0, 180.0
-#: seconds within which the processes of an ended run are gone
+#: seconds in which the processes of an ended run must exit
 GONE = 60.0
 
-#: what every process of either framework goes through
+#: points that every process of either framework passes
 _STARTS = {
     "enable() in the driver": ("jetrl_patch.session", "enable", 1),
     "enable() in a worker": ("jetrl_patch.adapters.ray.worker", "start", 1),
@@ -71,7 +71,7 @@ POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
     },
 }
 _DEAD = r"died|dead|killed|SIGKILL|crashed|was lost|unexpected|exited|terminated"
-#: fault -> what the log says of it; None if the run must go on as if nothing had happened
+#: fault -> the cause in the log; None if the run must continue undisturbed
 FAULTS: dict[str, str | None] = {
     "raises": "injected by the test",
     "SIGINT": "KeyboardInterrupt|SIGINT",
@@ -86,7 +86,7 @@ FAULTS: dict[str, str | None] = {
 #: faults for which the start of a process is no point of its own
 _LATER = ("frozen briefly", "out of memory")
 _WORKING = ("rollout, engine", "training step")
-#: fault -> where it strikes; the others strike everywhere
+#: fault -> its points; other faults are injected at all points
 ONLY_AT = {
     "SIGINT": _WORKING, "SIGTERM": _WORKING,  # the driver gets the signal while the others work
     "node lost": _WORKING, "clock jumps": (*_WORKING, "weight sync, trainer"), "full disk": ("checkpoint",),
@@ -127,7 +127,7 @@ class Setting(SeededRuns):
         assert run.wait(WHOLE) == 0, run.text[-4000:]
         self.expected = {step: self.checkpoint(out, step) for step in range(1, STEPS + 1)}
         assert all(self.expected.values())
-        #: what a run left -> whether it could go on from there; from nothing it can
+        #: digest of a run's files -> whether it could resume from them; without files it can
         self.goes_on = {left_on_disk(folder / "none"): (True, "")}
 
     def run(self, out: Path, *extra: str, **environ: str) -> Any:
@@ -136,7 +136,7 @@ class Setting(SeededRuns):
     def resumed(self, out: Path) -> tuple[bool, str]:
         """Whether the run in ``out`` goes on and reaches the undisturbed end. From the same files that is tried once."""
         left, done = left_on_disk(out), self.completed(out)
-        if done == STEPS:  # the stroke came too late: verl would go on for a step more than was asked for
+        if done == STEPS:  # the fault came too late: verl would run one step more than requested
             return self.same(out, STEPS), "its last checkpoint differs"
         if left not in self.goes_on:
             again = self.run(out)
@@ -213,7 +213,7 @@ def left_on_disk(out: Path) -> str:
 
 
 def ended(run: ProcessRun, mark: Path) -> int | None:
-    """The exit status of a run, which ends within BOUND of the stroke, or is not ended: None."""
+    """The exit status of a run that ends within BOUND of the fault; None if it does not end."""
     end = time.monotonic() + WHOLE
     while (code := run.process.poll()) is None and time.monotonic() < end:
         if mark.exists() and time.time() - mark.stat().st_mtime > BOUND:

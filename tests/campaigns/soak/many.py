@@ -2,8 +2,8 @@
 
 Eight training ranks sync to sixteen real vLLM engines on one machine, over OpenRLHF's colocated transport, two thousand times.
 That takes 14 GB; fewer engines take less.
-Each sync brings other weights than the one before. Every so often the bytes in each engine are compared with the trainer's, and
-the engines generate, all the same. The processes are watched as in the other soaks.
+Each sync sends different weights. Now and then the bytes in each engine are compared with the trainer's, and all engines must
+generate the same. The processes are watched as in the other soaks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.campaigns.soak.figures import growths, picture, rows
 from tests.campaigns.soak.watch import Watch
 
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
-#: glibc returns what is freed at once. By itself it keeps some, up to 40 MiB in each rank and more at one time than at another
+#: makes glibc return freed memory at once. By default it keeps some, up to 40 MiB in each rank, which varies
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-#: syncs after which every engine is looked into, and the seconds that one sync may take
+#: syncs between two checks of every engine, and the seconds that one sync may take
 LOOK, PATIENCE = 50, 300.0
 PATTERN = r"sync (\d+) done"
 

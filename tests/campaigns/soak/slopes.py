@@ -1,7 +1,7 @@
-"""Whether a figure grows over a run: the last fifth of its steps beside the second fifth, as medians.
+"""Whether a figure grows over a run: the median of the last fifth of the steps compared with that of the second fifth.
 
-A machine's speed drifts, and with it the seconds of all its processes, by more than a leak would cost. So seconds that grew are
-compared with those of the same steps in processes that have just started: what slows these down too is not the age of a run.
+A machine's speed drifts by more than a leak would cost. So seconds that grew are compared with those of the same steps in new
+processes: if these are as slow, the age of the run is not the cause.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: figure -> growth over a run that is no slope: bytes, numbers, and shares of what it was
+#: figure -> tolerated growth over a run: bytes, numbers, or shares of the early value
 LIMITS: dict[str, tuple[float, float]] = {
     "memory": (32 * 2**20, 0.02),
     "shared": (8 * 2**20, 0.02),
@@ -38,7 +38,7 @@ class Growth:
 
 
 def growth(figure: str, steps: Sequence[float], values: Sequence[float], fresh: Sequence[float] = ()) -> Growth:
-    """Compare the second fifth of the steps with the last. The first belongs to caches, which fill.
+    """Compare the second fifth of the steps with the last. In the first, caches fill.
 
     Args:
         fresh: values of new processes in the last fifth.

@@ -1,4 +1,4 @@
-"""What a run holds of its machine, sampled from outside while it runs."""
+"""The resources that a run holds, sampled from outside while it runs."""
 
 from __future__ import annotations
 
