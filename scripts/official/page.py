@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,7 @@ def counts(judged: Sequence[Judged]) -> dict[str, dict[str, int]]:
     for kind in classes():
         group = [one for one in judged if one.kind == kind]
         if group:
-            found[kind] = {
-                "launches": len(group),
-                **{mode: sum(one.accepted(mode) for one in group) for mode in modes()},
-            }
+            found[kind] = {"launches": len(group)} | {mode: sum(one.accepted(mode) for one in group) for mode in modes()}
     return found
 
 
@@ -59,13 +56,8 @@ def unlocks(judged: Sequence[Judged], mode: str) -> list[tuple[str, int, int]]:
 
 def plain(text: str) -> str:
     """A message in one line without the words that name the mode, safe in a table."""
-    return (
-        " ".join(_MODE.sub("", text).split())
-        .replace("|", "\\|")
-        .replace("<", "&lt;")
-        .replace("*", "\\*")
-        .replace("$", "\\$")
-    )
+    words = " ".join(_MODE.sub("", text).split())
+    return words.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("$", "\\$")
 
 
 def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -108,11 +100,7 @@ def _summary(title: str, expansions: Sequence[Expansion], judged: Sequence[Judge
         parts.append(f"The plugin accepts {name} {accepted}; these scripts of {version} are judged by {name} {installed}.")
     failed = [one for one in expansions if one.failure]
     if failed:
-        parts.append(
-            "Did not finish: "
-            + "; ".join(f"`{_short(one.script)}` ({plain(one.failure)})" for one in failed)
-            + "."
-        )
+        parts.append(f"Did not finish: {'; '.join(f'`{_short(one.script)}` ({plain(one.failure)})' for one in failed)}.")
     notes = dict.fromkeys(note for one in training for note in one.notes)
     parts += [f"{note[0].upper()}{note[1:]}." for note in notes]
     cut = Counter(mode for one in training for mode in one.cut)
@@ -128,9 +116,11 @@ def _counts(judged: Sequence[Judged]) -> list[str]:
     rows = [(_CLASS_NAMES.get(kind, kind), *row.values()) for kind, row in found.items()]
     if len(rows) > 1:
         rows.append(("all", *(sum(row[key] for row in found.values()) for key in ("launches", *modes()))))
-    head = ("class", "launches", *modes())
-    lines = ["### Accepted launches", "", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
+    return ["### Accepted launches", "", *_table(("class", "launches", *modes()), rows), ""]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def _open_keys(judged: Sequence[Judged]) -> list[str]:
@@ -144,24 +134,17 @@ def _open_keys(judged: Sequence[Judged]) -> list[str]:
 
 
 def _unlocks(judged: Sequence[Judged]) -> list[str]:
-    lines = [
-        "### What would unlock more",
-        "",
-        "Launches that each setting blocks; in brackets, those that nothing else blocks.",
-        "",
-    ]
     chosen = [mode for mode in modes() if any(one.kind is not None and not one.accepted(mode) for one in judged)]
-    rows: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for mode in chosen:
         for about, refused, alone in unlocks(judged, mode):
-            rows.setdefault(about, {})[mode] = f"{refused} ({alone})"
-    if not rows:
+            found.setdefault(about, {})[mode] = f"{refused} ({alone})"
+    text = "Launches that each setting blocks; in brackets, those that nothing else blocks."
+    lines = ["### What would unlock more", "", text, ""]
+    if not found:
         return ["Nothing is blocked.", ""]
-    lines += [f"| what | {' | '.join(chosen)} |", f"| --- | {' | '.join('---' for _ in chosen)} |"]
-    lines += [
-        f"| {_code(about)} | {' | '.join(cells.get(mode, '–') for mode in chosen)} |" for about, cells in rows.items()
-    ]
-    return [*lines, ""]
+    rows = [(_code(about), *(cells.get(mode, "–") for mode in chosen)) for about, cells in found.items()]
+    return [*lines, *_table(("what", *chosen), rows), ""]
 
 
 def _code(about: str) -> str:
@@ -175,27 +158,20 @@ def _launches(judged: Sequence[Judged]) -> list[str]:
         group = [one for one in judged if one.kind == kind]
         if not group:
             continue
-        name = _CLASS_NAMES.get(kind, kind)
-        lines += [
-            f"| {name} | model | {' | '.join(modes())} |",
-            f"| --- | --- | {' | '.join('---' for _ in modes())} |",
-        ]
+        rows = []
         for one in group:
             cells = []
             for mode in modes():
                 texts = dict.fromkeys(plain(problem.text) for problem in one.verdicts[mode])
                 numbers = [reasons.setdefault(text, len(reasons) + 1) for text in texts]
                 cells.append(", ".join(map(str, sorted(numbers))) if numbers else "yes" if kind != "" else "unknown")
-            lines.append(f"| `{_short(one.launch.name)}` | {plain(one.model) or '–'} | {' | '.join(cells)} |")
-        lines.append("")
+            rows.append((f"`{_short(one.launch.name)}`", plain(one.model) or "–", *cells))
+        lines += [*_table((_CLASS_NAMES.get(kind, kind), "model", *modes()), rows), ""]
     if reasons:
         lines += ["Reasons:", "", *(f"{number}. {text}" for text, number in reasons.items()), ""]
     others = sorted({one.target for one in judged if one.kind is None})
     if others:
-        lines += [
-            f"These have no rollout, so there is nothing to compare: {', '.join(f'`{name}`' for name in others)}.",
-            "",
-        ]
+        lines += [f"These have no rollout, so there is nothing to compare: {', '.join(f'`{name}`' for name in others)}.", ""]
     return lines
 
 
@@ -206,20 +182,16 @@ def _short(name: str) -> str:
 def _runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not runs:
         return []
-    lines = [
-        "## Run for real",
-        "",
+    text = [
         "One script of each accepted class ran on a CPU with real vLLM: its own command line, followed by settings that shrink",
         "it (a small model, small batches and lengths, one process, two steps). Megatron launches need GPUs.",
-        "",
-        "| script | mode | what it covers | steps | tokens | bit-equal, worst step | max abs Δlogp | scripts of |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    head = "script", "mode", "what it covers", "steps", "tokens", "bit-equal, worst step", "max abs Δlogp", "scripts of"
+    rows = []
     for run in runs:
         share = f"{run['bit_equal_fraction_min']:.1%}" if run["steps"] else "–"
         largest = f"{run['logp_abs_diff_max']:.1e}" if run["logp_abs_diff_max"] else "0"
-        lines.append(
-            f"| `{_short(run['script'])}` | {run['mode']} | {run['covers']} | {run['steps']} | {run['tokens']:,} | {share} "
-            f"| {largest if run['steps'] else run['failure']} | {run['release']} |"
-        )
-    return [*lines, ""]
+        found = largest if run["steps"] else run["failure"]
+        name = f"`{_short(run['script'])}`"
+        rows.append((name, run["mode"], run["covers"], run["steps"], f"{run['tokens']:,}", share, found, run["release"]))
+    return ["## Run for real", "", *text, "", *_table(head, rows), ""]
