@@ -17,7 +17,7 @@ QUIET = {
     "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
-#: what Ray says when its node is late, and how often a run is started because of it
+#: Ray's message when its node is late, and how often a run is restarted because of it
 SLOW_RAY, STARTS = "The current node timed out during startup", 3
 
 
@@ -51,7 +51,7 @@ class ProcessRun:
             )  # fmt: skip
 
     def _started_again(self) -> bool:
-        """Start an ended run again if Ray itself gave up. It waits 30 seconds for its node, which a busy machine exceeds."""
+        """Restart a run if Ray itself gave up. It waits 30 seconds for its node, and a busy machine takes longer."""
         if self._starts == STARTS or SLOW_RAY not in self.text:
             return False
         self.stop()

@@ -1,4 +1,4 @@
-"""Whole runs of verl and OpenRLHF whose samples are the same each time: an interrupted one can end as an undisturbed one."""
+"""Whole runs of verl and OpenRLHF with the same samples each time: an interrupted run can end like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SeededRuns:
         (folder / "hook" / "sitecustomize.py").write_text(seeds + hook)
 
     def run(self, out: Path, *extra: str, **environ: str) -> Any:
-        """Start a run, or go on with the one whose checkpoints are in ``out``."""
+        """Start a run, or resume the one whose checkpoints are in ``out``."""
         environ = {**SETTINGS, "PYTHONPATH": f"{self.folder / 'hook'}:{os.getcwd()}", "TESTED_RUN": str(out), **environ}
         if self.framework == "verl":
             save = [f"trainer.default_local_dir={out}", f"trainer.save_freq={self.save_every}", "trainer.use_v1=False"]

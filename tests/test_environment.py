@@ -1,4 +1,4 @@
-"""The builder of the CPU environment: where torch comes from, and what a rerun keeps."""
+"""The builder of the CPU environment: the sources of torch, and what a rerun keeps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_pips_own_sources_come_first(machine: Machine) -> None:
     assert torch[-1] == "torch==2.13.0+cpu" and "--no-deps" in torch and "--index-url" not in torch
     assert machine.installs("a==1")[0][-3:] == ["a==1", "b==1", "d==1"]  # a name that another file pins is there once
     assert "--no-build-isolation" in machine.installs("a==1")[0]
-    # packages that are built come after the tools, and before torch, whose build tools they would take
+    # packages that are built come after the tools, and before torch, whose build tools they would use
     order = [machine.said.index(words) for words in (machine.installs("setuptools==1")[0], machine.installs("a==1")[0], torch)]
     assert order == sorted(order)
 

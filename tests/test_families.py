@@ -26,7 +26,7 @@ from jetrl_patch.models.family import width
 from .test_boundaries import ROOT, loaded_by, python_files
 
 TABLE = ROOT / "jetrl_patch" / "models" / "families.py"
-#: family -> the one other file that names it, because vLLM has a class or verl a module of that name
+#: family -> the only other file that names it, because vLLM has a class or verl a module of that name
 NAMED_ELSEWHERE = {
     "llama": "adapters/vllm/ops.py",
     "qwen3_vl": "adapters/verl/vision.py",

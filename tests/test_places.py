@@ -139,7 +139,7 @@ FINDER = (
 HIDE, BREAK = FINDER.format("raise ModuleNotFoundError(name)"), FINDER.format("pass")
 
 
-#: how a process starts, and what is then said of torch
+#: the start of a process, and the message about torch
 WITHOUT = {
     HIDE: "torch is not installed",
     BREAK: "torch cannot be imported (OSError: libcudart.so.13: cannot open shared object file)",

@@ -1,4 +1,4 @@
-"""The progress of long commands: what a log and a terminal get, and that no long command stays silent."""
+"""The progress of long commands: in a log and on a terminal, and for every long command."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def picture(seed: int = 0, side: int = 64) -> Any:
 
 
 def environ() -> dict[str, str]:
-    """What a process needs in its environment to see."""
+    """The environment variables that a process needs to process images."""
     return {"PYTHONPATH": f"{VISION}{os.pathsep}{ROOT}"}
 
 

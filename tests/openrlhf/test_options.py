@@ -1,4 +1,4 @@
-"""Every option of OpenRLHF's parser is read by the plugin or harmless for a reason. One that a new version adds fails here."""
+"""The plugin reads every option of OpenRLHF's parser, or the option is harmless for a stated reason. A new one fails here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models import config_of
 
 ADAPTER = Path(doctor.__file__ or "").parent
 
-#: everything that makes a check read more: modes, corrections, and the settings with checks of their own
+#: modes, corrections and settings that make the checks read more
 CONFIGS = [
     Config(), Config(align="linear"), Config(precision="fp8-rollout"), Config(precision="bf16"), Config(precision="fp16"),
     Config(correction="tis"), Config(optimizer_states="8bit"), Config(precision="bf16", head_dtype="float32"),
@@ -70,7 +70,7 @@ HARMLESS = {
 }
 
 
-#: what more a command reads: a file that scores, or models on devices of their own and a checkpoint
+#: additional settings of a command: a file that scores, or models on their own devices and a checkpoint
 COMMANDS = (
     ["--reward.remote_url", "reward.py", "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "4"],
     ["--reward.model_name_or_path", "some/reward-model", "--ckpt.load_enable"],
@@ -78,7 +78,7 @@ COMMANDS = (
 
 
 def options(model: Path, *extra: str) -> Any:
-    """OpenRLHF's arguments, at their defaults but for what makes its checks pass."""
+    """OpenRLHF's default arguments, except for those that its checks require."""
     return doctor.read(["--actor.model_name_or_path", str(model), "--vllm.num_engines", "1", *extra])
 
 
@@ -91,7 +91,7 @@ def leaves(args: SimpleNamespace, at: str = "") -> Iterator[str]:
 
 
 class Recorder:
-    """A namespace that notes which of its leaves are read or written."""
+    """A namespace that records which of its leaves are read or written."""
 
     def __init__(self, args: Any, seen: set[str], at: str = "") -> None:
         self.__dict__.update(_args=args, _seen=seen, _at=at)
@@ -109,7 +109,7 @@ class Recorder:
 
 
 def read_by_the_driver(folder: Path) -> set[str]:
-    """What the checks, the completion and the doctor read in any mode, for a model of text and for one that sees."""
+    """What the checks, the completion and the doctor read in any mode, for a text model and for a vision-language model."""
     seen: set[str] = set()
     for family, config in itertools.product(("qwen3", "qwen2_5_vl"), CONFIGS):
         model = folder / family

@@ -1,4 +1,4 @@
-"""Vision-language models in OpenRLHF: what is accepted and refused, and what the engine never samples and forgets."""
+"""Vision-language models in OpenRLHF: what is accepted and refused, tokens never sampled, caches cleared."""
 
 from __future__ import annotations
 

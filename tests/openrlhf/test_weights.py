@@ -1,4 +1,4 @@
-"""Weights are promised to stay from one of DeepSpeed's updates to the next, through micro-batches that only accumulate."""
+"""Weights are promised to stay unchanged between DeepSpeed's updates, also over micro-batches that only accumulate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def actor():
 
 
 class Engine(nn.Module):
-    """DeepSpeed's engine: it writes weights by ``.data``, in every second step."""
+    """DeepSpeed's engine: it writes weights through ``.data`` in every second step."""
 
     def __init__(self, module, **settings):
         super().__init__()

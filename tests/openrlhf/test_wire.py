@@ -118,7 +118,7 @@ def test_a_broken_group_is_a_sync_error(engines):
 
 
 class Road:
-    """A wire that notes what happens."""
+    """A wire that records its calls."""
 
     def __init__(self, breaks=None):
         self.log, self.travels, self.breaks = [], None, breaks
@@ -155,7 +155,7 @@ def test_a_broken_stream_or_wire_ends_at_once():
     road = Road()
     with pytest.raises(SyncError, match="w holds NaN"):
         send_all(road, buckets(road, "ab", broken=True))
-    assert road.log[-1] == ("finish", "b") and road.travels is None  # nothing is left on its way
+    assert road.log[-1] == ("finish", "b") and road.travels is None  # nothing is pending
     road = Road(breaks="a")
     with pytest.raises(SyncError, match="a worker died"):
         send_all(road, buckets(road, "abc"))

@@ -1,4 +1,4 @@
-"""``jetrl parity --explain``: the mismatch of a stock trainer, told op by op."""
+"""``jetrl parity --explain``: the mismatch of a stock trainer, op by op."""
 
 from __future__ import annotations
 

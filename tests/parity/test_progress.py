@@ -21,7 +21,7 @@ from jetrl_patch.progress import Progress
 from .. import models
 from ..test_progress import Recorded, stages
 
-#: a process that reports two stages and never says that it is at its end, as one that is killed
+#: a process that reports two stages but not its end, like one that is killed
 CHILD = """
 import sys
 from jetrl_patch.cli.parity.run import Sender

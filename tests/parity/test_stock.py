@@ -1,4 +1,4 @@
-"""``jetrl parity --stock`` and ``--cost``: what an untouched installation does, and what each mode costs."""
+"""``jetrl parity --stock`` and ``--cost``: an unpatched installation, and the cost of each mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """What the command measures, in the place of its processes; no way but BF16 and FP16 runs here."""
+    """A stand-in for the processes of the command; only BF16 and FP16 can run here."""
     found: list[Job] = []
 
     def run_mode(job: Job, *_: object) -> dict[str, Any]:

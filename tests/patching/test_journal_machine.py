@@ -29,7 +29,7 @@ class Stubborn(types.ModuleType):
 
 
 class Patches(RuleBasedStateMachine):
-    """What each place would hold without the journal is known, and comes back."""
+    """The value of each place without the journal is known, and is restored."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``ray.init`` as patched: what reaches the original, and what happens around it. No cluster; test_cluster.py has one."""
+"""The patched ``ray.init``: what reaches the original, and what happens around it. Without a cluster; test_cluster.py has one."""
 
 from __future__ import annotations
 

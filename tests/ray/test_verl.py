@@ -44,7 +44,7 @@ def test_a_run_on_another_node_is_exact(tmp_path: Path, monkeypatch: pytest.Monk
 
 LATE = "found a connection that was made without them. Call enable() before ray.init and before `from ray import init`"
 LOCAL = "num_cpus=16, num_gpus=2, include_dashboard=False, object_store_memory=80_000_000, _temp_dir=sys.argv.pop()"
-#: the head of a driver that connects Ray itself -> what ends it
+#: first lines of a driver that connects Ray itself -> the error that ends it
 OWN_CONNECTION = [
     (f"import ray; ray.init({LOCAL}); jetrl_patch.enable(precision='fp8-unified')", LATE),
     (f"from ray import init; jetrl_patch.enable(precision='fp8-unified'); init({LOCAL})", LATE),

@@ -47,7 +47,7 @@ def test_the_hook_patches_then_runs_the_users_own(monkeypatch):
     seen = []
     travelled = hook.make_hook(VERSION, CONFIG.to_env(), lambda: seen.append(session.is_active()))
     travelled()
-    travelled()  # the process is what it should be already
+    travelled()  # the process already has its settings
     assert seen == [True, True]
     report = hook.make_probe(VERSION, CONFIG.to_env(), attempt=False)()
     assert report["enabled"] and report["settings"] == CONFIG.to_env() and report["error"] == ""

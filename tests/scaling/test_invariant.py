@@ -1,4 +1,4 @@
-"""QuRL's invariant scale keeps the function, and is applied once wherever the weights are."""
+"""QuRL's invariant scale keeps the function, and is applied once to the weights of every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smoothing on export: the same function, smaller quantization errors, and nothing held or sent in excess."""
+"""Smoothing on export: the same function, smaller quantization errors, nothing extra held or sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delta syncs between a sender and engines: after each the engine holds the bytes of a full sync, or nothing is served."""
+"""Delta syncs between a sender and engines: after each, an engine holds the bytes of a full sync, or serves nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What arrives as a manifest, a commit or a bucket's index is a whole message, or one SyncError."""
+"""A manifest, a commit or a bucket's index arrives whole, or raises one SyncError."""
 
 from __future__ import annotations
 

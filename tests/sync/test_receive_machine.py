@@ -48,12 +48,12 @@ def flipped(tensor: torch.Tensor, bit: int) -> torch.Tensor:
     return changed
 
 
-#: what happens to one message: which fault, which message, and a second number that the fault reads
+#: a fault: its kind, its message, and a second number that it reads
 FAULTS = st.tuples(st.sampled_from(("lose", "swap", "repeat", "mix", "flip", "cut")), st.integers(0, 6), st.integers(0, 2**20))
 
 
 def disturbed(version: int, faults: list[tuple[str, int, int]]) -> list[tuple[str, torch.Tensor]]:
-    """The messages of a sync after what happened to them on the way."""
+    """The messages of a sync after the faults."""
     stream = list(messages(version))
     for fault, place, number in faults:
         if not stream:

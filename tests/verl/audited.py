@@ -1,4 +1,4 @@
-"""What tests of ``old_log_probs`` share: three configurations, and log-probs that are wrong by one ulp."""
+"""Shared by tests of ``old_log_probs``: three configurations, and log-probs that are wrong by one ulp."""
 
 from __future__ import annotations
 

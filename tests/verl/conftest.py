@@ -1,4 +1,4 @@
-"""What tests of verl's driver share."""
+"""Fixtures of verl's driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jetrl_patch.config import Config
 
 @pytest.fixture
 def exact_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A driver in exact mode, with nothing noted before or after."""
+    """A driver in exact mode, with clean state before and after."""
     monkeypatch.setattr(session, "is_active", lambda: True)
     monkeypatch.setattr(session, "active_config", lambda: Config().resolved())
     state.reset()

@@ -1,4 +1,4 @@
-"""Real asynchronous runs of verl: every token is equal under the weights that made it, and the metrics say which those were."""
+"""Real asynchronous runs of verl: every token is equal under the weights that made it, and the metrics name their version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT = 1200
 STEPS = 10
 UNIFIED = {"JETRL_PRECISION": "fp8-unified"}
 SAVE = ["trainer.save_freq=1", f"{A}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
-#: the rollout has processes of its own, and gets its weights over a checkpoint engine
+#: the rollout has its own processes and receives weights through a checkpoint engine
 APART = [
     "trainer.v1.trainer_mode=separate_async",
     f"{R}.nnodes=1",
@@ -200,7 +200,7 @@ def test_no_update_between_two_syncs_is_lost(task, tmp_path, mode, updates, plac
 
 
 def _youngest(title: str, mark: str) -> int:
-    """The youngest process of this run, which its environment tells, that has the title: rollouts apart start last."""
+    """The youngest process of this run with the title; separate rollouts start last. Its environment names the run."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:

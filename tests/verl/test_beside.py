@@ -1,4 +1,4 @@
-"""Reward models and teachers: their engines are left alone, the policy's is not."""
+"""Reward models and teachers: the plugin changes only the policy's engine."""
 
 from __future__ import annotations
 

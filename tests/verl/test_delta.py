@@ -1,4 +1,4 @@
-"""How verl's trainer learns what the engines hold before a delta sync."""
+"""How verl's trainer finds out what the engines hold before a delta sync."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_greeting_of_a_colocated_engine_is_the_offer():
     delta.greeted("a")
     assert WORKER.base.begin() == "a"
     WORKER.base.identity = "a"
-    WORKER.separate = True  # the greeting is then another process's, and this one was told
+    WORKER.separate = True  # another process then sends the greeting, and this one knows
     delta.greeted("a")
     assert WORKER.base.begin() == ""
     WORKER.base = None

@@ -13,7 +13,7 @@ TIMEOUT = 1200
 STEPS = 20
 DELTA = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC": "delta"}
 RATE = f"{A}.optim.lr=1e-6"
-#: the tensor whose record a fault meets, and what a run that ends says of it
+#: the tensor whose record is hit by a fault, and the error of a run that ends
 HIT = "model.layers.1.mlp.down_proj.weight"
 FAULTS = [("DAMAGED", f"weights changed on the way: {HIT}"), ("LOST", f"weights missing from the sync: {HIT}")]
 

@@ -1,4 +1,4 @@
-"""Real verl runs with ill-conditioned layers: the guard finds and names them, and only they leave FP8, on both sides."""
+"""Real verl runs with ill-conditioned layers: the guard finds and names them, and only these leave FP8, on both sides."""
 
 from __future__ import annotations
 

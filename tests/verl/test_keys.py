@@ -1,4 +1,4 @@
-"""Every setting of verl's programs is handled, refused or harmless, and somebody has looked at it.
+"""Every setting of verl's programs is handled, refused or harmless, and has been reviewed.
 
 Handled: a check of the plugin reads it, or the plugin sets it. Refused: it has a rule. Harmless: ``scripts/official/keys.py``
 or ``adapters/verl/rollout.py`` says why. ``keys.txt`` lists the settings that have been looked at. One that a new version

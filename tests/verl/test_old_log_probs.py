@@ -1,4 +1,4 @@
-"""``old_log_probs="rollout"`` in the driver: the trainer loops leave the pass out, or take a share of the samples through it."""
+"""``old_log_probs="rollout"`` in the driver: the trainer loops skip the pass, or run it for a share of the samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mode(monkeypatch):
 
 
 class Trainer:
-    """What the adapter reads of both trainers, with a batch of 8 samples: 2 prompts in a mini-batch of ``mini``."""
+    """What the adapter reads from both trainers, for a batch of 8 samples: 2 prompts in a mini-batch of ``mini``."""
 
     def __init__(self, mini: int = 4, epochs: int = 1, ranks: int = 1, warmup: int = 0, **rollout: Any) -> None:
         self.global_steps = 5
@@ -156,7 +156,7 @@ def test_where_another_number_of_updates_follows_a_share_goes_through_the_pass(m
 
 
 def test_a_step_that_compared_nothing_says_so(mode, capsys):
-    """Without an update, and with ``audit_fraction=0``, nothing has shown that rollout and trainer agree."""
+    """Without an update and with ``audit_fraction=0``, nothing proves that rollout and trainer agree."""
     mode(STOP.replace(audit_fraction=0.0))
     v0, trainer, lines = V0(samples()), Trainer(warmup=9), []
     metrics.note_sync([report()])

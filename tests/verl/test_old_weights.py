@@ -1,4 +1,4 @@
-"""Several updates between two syncs: verl puts old weights in their place for a pass, and every update stays."""
+"""Several updates between two syncs: verl restores old weights for a pass, and every update is kept."""
 
 from __future__ import annotations
 

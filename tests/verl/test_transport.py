@@ -125,7 +125,7 @@ def test_a_failed_rpc_ends_the_sender_at_once():
 
 @pytest.mark.e2e
 def test_a_worker_of_an_earlier_sync_takes_no_message_of_the_next():
-    """It was frozen: it answers when its sender has gone, and connects to whoever listens at that name now."""
+    """It was frozen: it answers after its sender has left, and connects to whatever listens at that name now."""
     run("""
         import threading, zmq
         from jetrl_patch.adapters.verl import transport as address
@@ -222,7 +222,7 @@ def _stream(log, count=6, broken=False):
 
 
 class SlowSocket:
-    """Answers at the third look."""
+    """Answers the third time."""
 
     looks = 0
 

@@ -50,7 +50,7 @@ def test_unified_is_exact(task, processes, strategy, extra):
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_padded_batches_are_refused_before_ray_starts(task):
-    """verl cuts only packed sequences; its workers would say so minutes later."""
+    """verl splits only packed sequences; its workers would report that minutes later."""
     run = Run(task, "trainer.use_v1=False", f"{A}.{SIZE}=2", processes=2, environ=UNIFIED)
     assert run.wait(TIMEOUT) != 0
     assert "required packed sequences, the only ones that verl slices" in run.text and "WorkerDict" not in run.text

@@ -1,4 +1,4 @@
-"""verl's settings and programs that nobody has made equal on both sides: refused by name, in the driver and in the doctor."""
+"""verl's settings and programs that are not equal on both sides: refused by name, in the driver and in the doctor."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_asynchronous_programs_are_accepted_with_a_rollout_of_their_own(program:
 
 
 def test_every_setting_of_the_asynchronous_trainers_is_refused_or_harmless() -> None:
-    """A setting that a new version of verl adds fails here until somebody has examined it."""
+    """A setting that a new version of verl adds fails here until it is reviewed."""
     folder = file_of("verl", "trainer", "config")
     program = file_of("verl", "experimental", "fully_async_policy", "config", "fully_async_ppo_trainer.yaml")
     assert folder is not None and program is not None

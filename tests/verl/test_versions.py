@@ -1,4 +1,4 @@
-"""Samples of an asynchronous run: which weights made them, and what of them exact mode promises."""
+"""Samples of an asynchronous run: which weights made them, and what exact mode promises about them."""
 
 from __future__ import annotations
 

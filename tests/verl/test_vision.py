@@ -1,4 +1,4 @@
-"""Batches of vision-language models in verl's own functions: position ids as the dense computation gives them, in any layout."""
+"""Batches of vision-language models in verl's own functions: the position ids of the dense computation, in any layout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def batch_of(lengths: list[tuple[int, int]], rows: int) -> tuple[Any, list[torch
 
 
 def received(data: Any) -> Any:
-    """What a worker gets of a chunk: verl's own consolidation, through pickle as Ray does."""
+    """A worker's chunk: verl's own consolidation, through pickle as in Ray."""
     import pickle
 
     from verl.protocol import BatchData
@@ -161,7 +161,7 @@ def test_a_batch_without_an_image_is_embedded_as_text_and_uses_the_tower() -> No
 
     model = models.build("qwen2_5_vl").model
     ids = torch.tensor([[5, 6, 7]])
-    with pytest.raises(AttributeError, match="mean"):  # fails once verl unpacks the output: then the patch can go
+    with pytest.raises(AttributeError, match="mean"):  # fails once verl unpacks the output: then remove the patch
         qwen2_vl._get_input_embeds(model, ids)
     embeds, mask = vision.input_embeds(qwen2_vl._get_input_embeds)(model, ids, torch.ones(1, 3))
     assert torch.equal(embeds, model.get_input_embeddings()(ids)) and torch.equal(mask, torch.ones(1, 3))
@@ -181,7 +181,7 @@ def test_a_tower_whose_output_is_no_tensor_is_unpacked() -> None:
     ids = torch.tensor([[5, *[place] * 4, 6, 7]])
     fixed = vision.image_embeds(glm4v._get_input_embeds)
     for call, what in ((lambda: glm4v._get_input_embeds(model, ids, **seen), "shape"), (lambda: without(model), "mean")):
-        with pytest.raises(AttributeError, match=what):  # fails once verl unpacks the output: then the patch can go
+        with pytest.raises(AttributeError, match=what):  # fails once verl unpacks the output: then remove the patch
             call()
     embeds, mask = fixed(model, ids, torch.ones(1, 7), **seen)
     assert torch.equal(embeds[0, 1:5], model.get_image_features(**seen, return_dict=True).pooler_output[0])
@@ -214,7 +214,7 @@ def test_vllm_gets_one_token_for_each_image(family: str) -> None:
     short = [before, image, after, 7, 7, before, image, after, film, 9]
     fixed = vision.one_for_each(qwen2_5_vl_dedup_image_tokens)
     assert fixed(prompt, processor) == short
-    # fails once verl does so for every processor: then the patch can go
+    # fails once verl does so for every processor: then remove the patch
     assert (qwen2_5_vl_dedup_image_tokens(prompt, processor) == short) is (family != "glm4v")
     other = SimpleNamespace(config=None, image_processor=None)
     assert fixed(prompt, other) == prompt and fixed(prompt, None) == prompt

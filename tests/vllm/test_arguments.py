@@ -1,4 +1,4 @@
-"""The table of engine arguments, the models it goes with, and the layers that a weight sync cannot update."""
+"""The table of engine arguments, its models, and the layers that a weight sync cannot update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_name_in_the_table_is_vllms_and_stands_once() -> None:
 
 
 def test_openrlhf_hands_on_what_the_table_knows() -> None:
-    """OpenRLHF has no free arguments: every one of its engines' is written down in ``create_vllm_engines``."""
+    """OpenRLHF has no free engine arguments: all are in ``create_vllm_engines``."""
     engine = pytest.importorskip("openrlhf.trainer.ray.vllm_engine")
     source = inspect.getsource(engine.create_vllm_engines)
     body = source.partition("actor_kwargs = {")[2].partition("}")[0]

@@ -1,4 +1,4 @@
-"""Switches that only some versions of vLLM have: one that is on is found in every version that has it."""
+"""Switches that only some versions of vLLM have: an enabled one is found in every version that has it."""
 
 from __future__ import annotations
 

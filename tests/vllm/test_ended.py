@@ -1,4 +1,4 @@
-"""vLLM names the signal that ended an engine's process, also of one that has only just closed its pipe."""
+"""vLLM names the signal that ended an engine's process, even right after the pipe closed."""
 
 from __future__ import annotations
 

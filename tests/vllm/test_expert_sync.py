@@ -1,4 +1,4 @@
-"""A weight sync of a mixture to a live engine: the trained bytes serve, and an expert that is lost is named."""
+"""A weight sync of a mixture to a live engine: the trained bytes serve, and a lost expert is named."""
 
 from __future__ import annotations
 
