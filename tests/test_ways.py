@@ -174,7 +174,7 @@ def log_prob() -> object:
     compared.add(found, found.detach().clone(), mask, torch.ones(2, dtype=torch.bool))
     everything, current = compared.figures()
     audit.hold(found, found.detach().clone(), mask, torch.ones(2, dtype=torch.bool), session.active_config())
-    return audit.step_metrics(everything, {}) | audit.version_metrics(everything, current)
+    return audit.step_metrics(everything, {}, current)
 
 
 def linear() -> Callable[[], None]:

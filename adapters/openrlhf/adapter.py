@@ -1,8 +1,8 @@
-"""The OpenRLHF adapter: the list of its patches. Each replacement lives in the module of its concern.
+"""The OpenRLHF adapter: the list of its patches. The replacements are in the other modules of this folder.
 
 Ray pickles classes under ``@ray.remote`` by value in the driver. The patches therefore replace their plain base classes, the
 classes and functions that they use by name, and names in the modules that look them up. ``@ray.remote`` also copies inherited
-methods into the class; ``remote.py`` renews copies made before the patch.
+methods into the class; ``startup.renew`` renews copies made before the patch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jetrl_patch.adapters.openrlhf import (
     state,
     sync,
     transport,
-)
+)  # fmt: skip
 from jetrl_patch.adapters.openrlhf.vision import VISION
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
@@ -33,7 +33,8 @@ _VERSION = "vLLM's RequestOutput carries the engine core's weight version (set_w
 _FIRST = "OpenRLHF's ActorPPOTrainer.ppo_train passes a flag like TransformerEngine's is_first_microbatch to the layers"
 _STATE = "OpenRLHF's DeepspeedStrategy.save_ckpt and load_ckpt have a hook for extra state such as jetrl.json"
 
-EVERY_MODE: tuple[Patch, ...] = (
+#: ``when`` says which settings need one
+PATCHES: tuple[Patch, ...] = (
     Patch(
         "openrlhf.utils", "get_strategy", settings.get_strategy,
         reason="OpenRLHF does not know which arguments conflict with jetrl_patch; this check rejects them before any actor "
@@ -140,9 +141,6 @@ EVERY_MODE: tuple[Patch, ...] = (
         reason="a new weight version starts when a sync ends, which the engine process sees only in this call",
         remove_when=_VERSION,
     ),
-)
-
-SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         "openrlhf.models.actor", "Actor.forward", logprob.actor_forward,
         when=lambda config: config.same_log_probs,
@@ -173,30 +171,46 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         "start of the second, as vLLM does",
         remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or its experiences keep action_ranges",
     ),
-)
-
-OLD_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker._dispatch_forward", logprob.dispatch_forward,
+        when=lambda config: config.skips_old_pass,
         reason="OpenRLHF recomputes the policy's log-probs, although in exact mode the rollout returned the same ones",
         remove_when="OpenRLHF's RemoteExperienceMaker has an option to use rollout_log_probs as the old log-probs",
     ),
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.training_step", logprob.training_step,
+        when=lambda config: config.skips_old_pass,
         reason="OpenRLHF would use the rollout's log-probs as the trainer's without a check; this compares them in the first "
         "update",
         remove_when="OpenRLHF's ActorPPOTrainer.training_step compares rollout and trainer log-probs before the backward pass",
     ),
-)
-
-CORRECTION = Patch(
-    "openrlhf.models.loss", "PolicyLoss.forward", correction.policy_loss,
-    reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
-    remove_when="OpenRLHF's PolicyLoss offers all three through is_correction_level and is_correction_mode",
-)
-
-
-SAME_WEIGHTS: tuple[Patch, ...] = (
+    Patch(
+        "openrlhf.models.loss", "PolicyLoss.forward", correction.policy_loss,
+        when=correction.is_ours,
+        reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
+        remove_when="OpenRLHF's PolicyLoss offers all three through is_correction_level and is_correction_mode",
+    ),
+    Patch(
+        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", settings.optimizer_step,
+        when=lambda config: config.mode.scales_loss,
+        reason="OpenRLHF does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
+        remove_when="OpenRLHF's DeepspeedStrategy.optimizer_step logs DeepSpeed's loss scale and skipped_steps",
+    ),
+    *(
+        Patch(
+            "openrlhf.utils.deepspeed.deepspeed", f"DeepspeedStrategy.{name}", make,
+            reason="OpenRLHF's checkpoints do not record the settings, so a run could silently resume in a different precision, "
+            "with different optimizer states, or with norms that invariant_scale scales twice or not at all",
+            remove_when=_STATE,
+        )
+        for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
+    ),
+    Patch(
+        "deepspeed", "initialize", settings.initialize,
+        when=lambda config: config.optimizer_states != "fp32",
+        reason="OpenRLHF passes DeepSpeed an optimizer's name, and DeepSpeed has none with 8-bit states",
+        remove_when="OpenRLHF's DeepspeedStrategy.prepare takes an optimizer object or class",
+    ),
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", model.ppo_train,
         when=lambda config: config.fp8_train,
@@ -212,27 +226,38 @@ SAME_WEIGHTS: tuple[Patch, ...] = (
     ),
 )
 
-LOSS_SCALE = Patch(
-    "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", settings.optimizer_step,
-    reason="OpenRLHF does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
-    remove_when="OpenRLHF's DeepspeedStrategy.optimizer_step logs DeepSpeed's loss scale and skipped_steps",
-)
 
-CHECKPOINT: tuple[Patch, ...] = tuple(
-    Patch(
-        "openrlhf.utils.deepspeed.deepspeed", f"DeepspeedStrategy.{name}", make,
-        reason="OpenRLHF's checkpoints do not record the settings, so a run could silently resume in a different precision, with "
-        "different optimizer states, or with norms that invariant_scale scales twice or not at all",
-        remove_when=_STATE,
+_REPORTS = "OpenRLHF's actors cannot report their patches and settings; the plugin calls this method through execute_batch"
+
+
+def _add_report(module: ModuleType, journal: Journal) -> None:
+    target = f"{module.__name__}.BaseModelActor.jetrl_report"
+    journal.set_attr(module.BaseModelActor, "jetrl_report", sync.report, target=target, reason=_REPORTS)
+
+
+REPORT = OnImport(
+    module="openrlhf.trainer.ray.launcher",
+    name="BaseModelActor.jetrl_report",
+    apply=_add_report,
+    reason=_REPORTS,
+    remove_when=_ACTORS,
+)
+RENEWED = tuple(
+    OnImport(
+        module=module,
+        name=names,
+        apply=functools.partial(startup.renew, base=base, names=methods),
+        reason=startup.REASON,
+        remove_when="Ray's ray.remote no longer copies inherited methods into the class it exports (modified_class)",
     )
-    for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
-)
-
-OPTIMIZER = Patch(
-    "deepspeed", "initialize", settings.initialize,
-    reason="OpenRLHF passes DeepSpeed an optimizer's name, and DeepSpeed has none with 8-bit states",
-    remove_when="OpenRLHF's DeepspeedStrategy.prepare takes an optimizer object or class",
-)
+    for module, names, base, methods in (
+        (
+            "openrlhf.trainer.ray.launcher", "ReferenceModelActor, RewardModelActor", "BaseModelActor",
+            ("_setup_distributed", "jetrl_report"),
+        ),
+        ("openrlhf.trainer.ppo_trainer", "PPOTrainer", "BasePPOTrainer", ("train_step", "broadcast_to_vllm")),
+    )
+)  # fmt: skip
 
 
 class OpenRLHFAdapter(Adapter):
@@ -242,14 +267,8 @@ class OpenRLHFAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "openrlhf", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the patches of every mode, and those that the settings in ``config`` need."""
-        ours = (CORRECTION,) if correction.is_ours(config) else ()
-        states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
-        loss_scale = (LOSS_SCALE,) if config.mode.scales_loss else ()
-        same = SAME_LOG_PROBS if config.same_log_probs else ()
-        old = OLD_LOG_PROBS if config.skips_old_pass else ()
-        kept = SAME_WEIGHTS if config.fp8_train else ()
-        return EVERY_MODE + VISION + same + old + ours + loss_scale + CHECKPOINT + states + kept
+        """Return the patches that these settings need."""
+        return [patch for patch in (*PATCHES, *VISION) if patch.when is None or patch.when(config)]
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""
@@ -259,44 +278,11 @@ class OpenRLHFAdapter(Adapter):
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Return the hooks that add a report method to OpenRLHF's actors and renew Ray's copies of patched methods."""
-        return (
-            OnImport(
-                module="openrlhf.trainer.ray.launcher",
-                name="BaseModelActor.jetrl_report",
-                apply=_add_report,
-                reason="OpenRLHF's actors cannot report their patches and settings; the plugin calls this method through "
-                "execute_batch",
-                remove_when=_ACTORS,
-            ),
-            OnImport(
-                module="openrlhf.trainer.ray.launcher",
-                name="ReferenceModelActor, RewardModelActor",
-                apply=functools.partial(startup.renew, base="BaseModelActor", names=("_setup_distributed", "jetrl_report")),
-                reason=startup.REASON,
-                remove_when=startup.REMOVE_WHEN,
-            ),
-            OnImport(
-                module="openrlhf.trainer.ppo_trainer",
-                name="PPOTrainer",
-                apply=functools.partial(startup.renew, base="BasePPOTrainer", names=("train_step", "broadcast_to_vllm")),
-                reason=startup.REASON,
-                remove_when=startup.REMOVE_WHEN,
-            ),
-        )
+        return (REPORT, *RENEWED)
 
     def on_undo(self) -> None:
         """Drop metrics that wait for a log line."""
         state.reset()
-
-
-def _add_report(module: ModuleType, journal: Journal) -> None:
-    journal.set_attr(
-        module.BaseModelActor,
-        "jetrl_report",
-        sync.report,
-        target="openrlhf.trainer.ray.launcher.BaseModelActor.jetrl_report",
-        reason="OpenRLHF's actors cannot report their patches and settings",
-    )
 
 
 ADAPTER = OpenRLHFAdapter()

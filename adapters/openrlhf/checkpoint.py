@@ -11,11 +11,10 @@ from jetrl_patch import session
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.fp8.scaling import RECORD, take_over
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
-
-__all__ = ["load_ckpt", "problems", "resumed", "save_ckpt"]
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
@@ -35,62 +34,54 @@ def resumed(select: Callable[[str], Any]) -> Place:
     return Place("--ckpt.path", os.path.join(root, tag) if tag else "")
 
 
-def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def save_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DeepspeedStrategy.save_ckpt``: add ``invariant_scale`` to the client state, and ``jetrl.json`` to the tag's folder.
 
     DeepSpeed's checkpoints hold no configuration, so the scale goes into the client state that OpenRLHF saves with them. Rank 0
     writes ``jetrl.json`` after OpenRLHF has deleted old checkpoints, which would include a new folder without a metric. DeepSpeed
     marks the checkpoint as the latest afterwards, so a run killed in between leaves no checkpoint without a record.
     """
-    signature = inspect.signature(original)
+    bound, config = inspect.signature(original).bind(self, *args, **kwargs), session.active_config()
+    model = bound.arguments["model"]
+    scale = getattr(_config_of(model), RECORD, None)
+    if config.quantized_rollout and scale is not None:
+        bound.arguments["client_state"] = {**(bound.arguments.get("client_state") or {}), RECORD: scale}
+    if not self.is_rank_0():
+        return original(*bound.args, **bound.kwargs)
+    save = model.save_checkpoint
 
-    def save_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound, config = signature.bind(self, *args, **kwargs), session.active_config()
-        model = bound.arguments["model"]
-        scale = getattr(_config_of(model), RECORD, None)
-        if config.quantized_rollout and scale is not None:
-            bound.arguments["client_state"] = {**(bound.arguments.get("client_state") or {}), RECORD: scale}
-        if not self.is_rank_0():
-            return original(*bound.args, **bound.kwargs)
-        save = model.save_checkpoint
+    def save_checkpoint(save_dir: str, tag: str | None = None, **more: Any) -> Any:
+        folder = os.path.join(save_dir, tag or f"global_step{model.global_steps}")  # DeepSpeed's own tag
+        record.write(folder, config)
+        return save(save_dir, tag=tag, **more)
 
-        def save_checkpoint(save_dir: str, tag: str | None = None, **more: Any) -> Any:
-            folder = os.path.join(save_dir, tag or f"global_step{model.global_steps}")  # DeepSpeed's own tag
-            record.write(folder, config)
-            return save(save_dir, tag=tag, **more)
-
-        model.save_checkpoint = save_checkpoint
-        try:
-            return original(*bound.args, **bound.kwargs)
-        finally:
-            del model.save_checkpoint
-
-    return save_ckpt
+    model.save_checkpoint = save_checkpoint
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        del model.save_checkpoint
 
 
-def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def load_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DeepspeedStrategy.load_ckpt``: compare the recorded settings and ``invariant_scale`` with those of the run.
 
     Critics are never scaled and have no record of a scale.
     """
-    signature = inspect.signature(original)
-
-    def load_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound, config = signature.bind(self, *args, **kwargs), session.active_config()
-        bound.apply_defaults()
-        given = bound.arguments
-        tag = given["tag"] or _latest(given["load_dir"])
-        folder = os.path.join(given["load_dir"], tag) if tag else ""
-        if os.path.isdir(folder):
-            with_states = given["load_optimizer_states"] and not given["load_module_only"]
-            record.check(folder, config, optimizer=with_states)
-        path, states = original(self, *args, **kwargs)
-        hf_config = _config_of(given["model"])
-        if config.quantized_rollout and path is not None and hf_config is not None:
-            take_over(hf_config, states.pop(RECORD, None), str(given["load_dir"]))
-        return path, states
-
-    return load_ckpt
+    bound, config = inspect.signature(original).bind(self, *args, **kwargs), session.active_config()
+    bound.apply_defaults()
+    given = bound.arguments
+    tag = given["tag"] or _latest(given["load_dir"])
+    folder = os.path.join(given["load_dir"], tag) if tag else ""
+    if os.path.isdir(folder):
+        with_states = given["load_optimizer_states"] and not given["load_module_only"]
+        record.check(folder, config, optimizer=with_states)
+    path, states = original(self, *args, **kwargs)
+    hf_config = _config_of(given["model"])
+    if config.quantized_rollout and path is not None and hf_config is not None:
+        take_over(hf_config, states.pop(RECORD, None), str(given["load_dir"]))
+    return path, states
 
 
 def _config_of(engine: Any) -> Any:

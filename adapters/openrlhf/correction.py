@@ -8,15 +8,14 @@ product over a sequence. Its ``seq`` drops by the geometric mean like ``geo-mis`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.config import Config
 from jetrl_patch.config.corrections import interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
-
-__all__ = ["bounds_in_use", "figures", "in_use", "is_ours", "policy_loss", "problems", "wanted"]
+from jetrl_patch.patching.patch import replacement
 
 #: correction -> OpenRLHF's mode at level "token"; the plugin computes the others
 _MODES = {"tis": "clip", "mis": "mask", "icepop": "mask"}
@@ -81,56 +80,51 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     theirs = {name.removeprefix("is_correction_"): getattr(advantage, name) for name in _FIELDS}
     asked = wanted(config)
     if theirs["level"] != "off" and any(getattr(advantage, name) != asked.get(name) for name in _FIELDS):
-        yield _clash(ours, config, theirs)
+        required = f"{ours}, bounds {interval(config.correction, config.correction_bounds)}"
+        found = ", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items())
+        what = f"OpenRLHF's {_FLAG}level with jetrl_patch's correction"
+        fix = f"set {_FLAG}level off, or drop jetrl_patch's correction"
+        yield ConfigError(explain(what, required=required, found=found, fix=fix))
     if args.actor.policy_loss_type != "ppo":
         what, required = f"OpenRLHF's --actor.policy_loss_type with {ours}", "ppo (OpenRLHF's other losses apply no weights)"
         fix = "set it to ppo, or use correction='none'"
         yield ConfigError(explain(what, required=required, found=repr(args.actor.policy_loss_type), fix=fix))
 
 
-def _clash(ours: str, config: Config, theirs: dict[str, Any]) -> ConfigError:
-    required = f"{ours}, bounds {interval(config.correction, config.correction_bounds)}"
-    found = ", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items())
-    fix = f"set {_FLAG}level off, or drop jetrl_patch's correction"
-    return ConfigError(explain(f"OpenRLHF's {_FLAG}level with jetrl_patch's correction", required=required, found=found, fix=fix))
-
-
-def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def policy_loss(
+    original: Any,
+    self: Any,
+    log_probs: Any,
+    old_log_probs: Any,
+    advantages: Any,
+    action_mask: Any = None,
+    rollout_log_probs: Any = None,
+    **sizes: Any,
+) -> Any:
     """Wrap ``PolicyLoss.forward``: multiply its loss by the plugin's weights, token by token.
 
     With the level off, OpenRLHF's loss of a token is homogeneous in its advantage (with clip and dual clip), so
     w·loss(A) = loss(w·A) for every w ≥ 0. Everything else stays OpenRLHF's.
     """
+    config = session.active_config() if session.is_active() else None
+    if config is None or not is_ours(config):
+        return original(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes)
+    import torch
 
-    def forward(
-        self: Any,
-        log_probs: Any,
-        old_log_probs: Any,
-        advantages: Any,
-        action_mask: Any = None,
-        rollout_log_probs: Any = None,
-        **sizes: Any,
-    ) -> Any:
-        config = session.active_config() if session.is_active() else None
-        if config is None or not is_ours(config):
-            return original(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes)
-        import torch
+    from jetrl_patch.measure.corrections import correct
 
-        from jetrl_patch.measure.corrections import correct
-
-        log_ratio = (old_log_probs - rollout_log_probs).detach()
-        mask = torch.ones_like(log_ratio) if action_mask is None else action_mask
-        found = correct(config.correction, log_ratio, mask, config.correction_bounds)
-        if config.acr:
-            loss, clip_ratio, ppo_kl = _acr(self, log_probs, old_log_probs, advantages, mask, log_ratio, sizes, config)
-        else:
-            weighted = advantages * found.weights
-            loss, clip_ratio, ppo_kl, _, _ = original(self, log_probs, old_log_probs, weighted, action_mask, **sizes)
-        count = mask.bool().sum().clamp(min=1)
-        outside = found.outside.sum() / count
-        return loss, clip_ratio, ppo_kl, -(log_ratio * mask.bool()).sum() / count, outside
-
-    return forward
+    log_ratio = (old_log_probs - rollout_log_probs).detach()
+    mask = torch.ones_like(log_ratio) if action_mask is None else action_mask
+    found = correct(config.correction, log_ratio, mask, config.correction_bounds)
+    if config.acr:
+        loss, clip_ratio, ppo_kl = _acr(self, log_probs, old_log_probs, advantages, mask, log_ratio, sizes, config)
+    else:
+        weighted = advantages * found.weights
+        loss, clip_ratio, ppo_kl, _, _ = original(self, log_probs, old_log_probs, weighted, action_mask, **sizes)
+    count = mask.bool().sum().clamp(min=1)
+    outside = found.outside.sum() / count
+    return loss, clip_ratio, ppo_kl, -(log_ratio * mask.bool()).sum() / count, outside
 
 
 def _acr(

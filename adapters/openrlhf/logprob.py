@@ -13,18 +13,13 @@ from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import attention
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import sample
 
-__all__ = [
-    "actor_forward", "check_forward", "check_sampling", "compute_entropy", "dispatch_forward", "first_tokens", "is_frozen",
-    "log_probs_from_logits", "may_skip", "names", "process_response", "training_step",
-]  # fmt: skip
-
-
 # ---- ``old_log_probs="rollout"``: skip the policy's forward pass while experience is made ---------
-# In the driver, ``make_experience`` decides for each step, and ``_dispatch_forward`` answers in place of the policy actors. Where
-# later updates cannot check all samples, it has a share of them computed and compared. In the actor, ``training_step`` compares
-# in the first update.
+# In the driver, ``make_experience`` decides for each step, and ``_dispatch_forward`` answers in place of the policy actors. In a
+# step with several updates it has a share of the samples computed, and compares them. In the actor, ``training_step`` compares in
+# the first update.
 
 def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
     """Whether the rollout's log-probs are the old ones of this step.
@@ -38,24 +33,21 @@ def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
     return all(found.rollout_log_probs is not None and bool(are_current(found).all()) for found in samples)
 
 
-def dispatch_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def dispatch_forward(original: Any, self: Any, group: Any, sync_condition: bool, **kwargs: Any) -> Any:
     """Wrap ``RemoteExperienceMaker._dispatch_forward``: the policy's log-probs are those of the samples."""
+    if DRIVER.skipped is None or group is not self.actor_model_group:
+        return original(self, group, sync_condition, **kwargs)
+    import ray
 
-    def _dispatch_forward(self: Any, group: Any, sync_condition: bool, **kwargs: Any) -> Any:
-        if DRIVER.skipped is None or group is not self.actor_model_group:
+    old = [found.rollout_log_probs * found.action_mask for found in DRIVER.skipped]  # zeros elsewhere, as Actor.forward
+    chosen = _chosen(DRIVER.skipped, self.args, len(group._actor_handlers))
+    if chosen:
+        refs = original(self, group, sync_condition, **{name: [of[i] for i in chosen] for name, of in kwargs.items()})
+        if not _equal(self._flatten_results(refs, 1), [DRIVER.skipped[i] for i in chosen]):
+            DRIVER.skipped = None
             return original(self, group, sync_condition, **kwargs)
-        import ray
-
-        old = [found.rollout_log_probs * found.action_mask for found in DRIVER.skipped]  # zeros elsewhere, as Actor.forward
-        chosen = _chosen(DRIVER.skipped, self.args, len(group._actor_handlers))
-        if chosen:
-            refs = original(self, group, sync_condition, **{name: [of[i] for i in chosen] for name, of in kwargs.items()})
-            if not _equal(self._flatten_results(refs, 1), [DRIVER.skipped[i] for i in chosen]):
-                DRIVER.skipped = None
-                return original(self, group, sync_condition, **kwargs)
-        return [ray.put(old)]
-
-    return _dispatch_forward
+    return [ray.put(old)]
 
 
 def is_frozen(args: Any, step: int) -> bool:
@@ -65,7 +57,7 @@ def is_frozen(args: Any, step: int) -> bool:
 
 
 def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
-    """The samples to compute (``audit_fraction``); none if the step has a single update, which checks all samples."""
+    """The samples to compute (``audit_fraction``); none in a step with one update, which checks all samples."""
     rows = sum(len(found.sequences) for found in samples)
     if rows <= args.train.batch_size and not DRIVER.frozen:
         return []
@@ -73,7 +65,7 @@ def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
 
 
 def _equal(computed: Sequence[Any], samples: Sequence[Any]) -> bool:
-    """Compare all, even after a difference, so that the log has every figure. Raises AuditError with ``on_mismatch="stop"``."""
+    """Compare all samples, even after a difference, for the log's figures. Raises AuditError with ``on_mismatch="stop"``."""
     config = session.active_config()
     found = [
         DRIVER.audit.compare(log_probs, of.rollout_log_probs, of.action_mask, config, names(of))
@@ -87,25 +79,22 @@ def names(experience: Any) -> list[str]:
     return [f"a sample of prompt {prompt!r:.60}" for prompt in experience.prompts or ()]
 
 
-def training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def training_step(original: Any, self: Any, experience: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``ActorPPOTrainer.training_step``: in the first update after a sync, its forward pass checks the old log-probs."""
-
-    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.actor.model.global_steps == WORKER.synced_at:  # the weights are those that sampled
-            WORKER.checked = experience
-        try:
-            return original(self, experience, *args, **kwargs)
-        finally:
-            WORKER.checked = None
-
-    return training_step
+    if self.actor.model.global_steps == WORKER.synced_at:  # the weights are those that sampled
+        WORKER.checked = experience
+    try:
+        return original(self, experience, *args, **kwargs)
+    finally:
+        WORKER.checked = None
 
 
 def check_forward(log_probs: Any) -> None:
     """Compare a forward pass [B, A] with the old log-probs of the batch in ``training_step``, before its loss is computed.
 
-    If they differ and the run continues, the batch gets the log-probs of this pass. With the same weights, the skipped pass would
-    have computed them too. Raises AuditError.
+    If they differ and the run continues, the batch gets the log-probs of this pass, as if it had not been skipped. Raises
+    AuditError.
     """
     experience = WORKER.checked
     if experience is None:
@@ -118,7 +107,7 @@ def check_forward(log_probs: Any) -> None:
 # ---- Compute the trainer's log-probs as the rollout does, in exact mode and FP16 -----------------
 # vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax. OpenRLHF
 # samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by −log(1 − p(EOS)). The
-# trainer bans EOS there too, because that policy made the sample.
+# trainer bans EOS there too.
 
 #: a banned logit: its exp is 0, like that of -inf
 BANNED = -1e30
@@ -129,13 +118,13 @@ MIN_TOKENS = 1
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the functions below need to know of the batch in ``Actor.forward``, which calls them without it.
+    """What ``Actor.forward`` does not pass to the functions below.
 
     Attributes:
         first: bool [B, T], the first tokens of responses.
         packed: mask of tokens [B, T], if the batch is packed.
-        temperature: the division that the logits still need.
-        alone: whether the logits are used for nothing but log-probs.
+        temperature: by which the logits are still to be divided.
+        alone: whether nothing but log-probs needs the logits.
     """
 
     first: Any
@@ -147,33 +136,32 @@ class _Batch:
 _batch: ContextVar[_Batch | None] = ContextVar("jetrl_batch", default=None)
 
 
-def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def actor_forward(
+    original: Any, self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs, and check those of an update.
 
-    It also keeps OpenRLHF from dividing the logits by a Python number: CUDA multiplies by its reciprocal, whose bits
-    differ from vLLM's division by a tensor.
+    It also keeps OpenRLHF from dividing the logits by a Python number: CUDA multiplies by the reciprocal, and vLLM divides by a
+    tensor, with other bits.
     """
-
-    def forward(self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if action_mask is None or self not in WORKER.sources:
-            return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
-        batch = _Batch(
-            first=first_tokens(action_mask, sequences.shape[1]),
-            packed=attention_mask if getattr(self, "packing_samples", False) else None,
-            temperature=self.temperature,
-            alone=not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY,
-        )
-        self.temperature, token = 1.0, _batch.set(batch)
-        try:
-            with attention.sequences(sequences.shape[0]):
-                found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
-            check_forward(found[0] if isinstance(found, tuple) else found)
-            return found
-        finally:
-            self.temperature = batch.temperature
-            _batch.reset(token)
-
-    return forward
+    if action_mask is None or self not in WORKER.sources:
+        return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+    batch = _Batch(
+        first=first_tokens(action_mask, sequences.shape[1]),
+        packed=attention_mask if getattr(self, "packing_samples", False) else None,
+        temperature=self.temperature,
+        alone=not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY,
+    )
+    self.temperature, token = 1.0, _batch.set(batch)
+    try:
+        with attention.sequences(sequences.shape[0]):
+            found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+        check_forward(found[0] if isinstance(found, tuple) else found)
+        return found
+    finally:
+        self.temperature = batch.temperature
+        _batch.reset(token)
 
 
 #: index of ``return_entropy`` among the arguments of ``Actor.forward`` after ``attention_mask``
@@ -195,37 +183,31 @@ def first_tokens(action_mask: Any, width: int) -> Any:
     return torch.nn.functional.pad(begins, (width - 1 - mask.shape[1], 1))
 
 
-def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: float = 1.0) -> Any:
     """Replace ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
+    batch = _batch.get()
+    if batch is None:
+        return original(logits, labels, temperature)
+    from jetrl_patch.exact.ops import token_log_probs
 
-    def log_probs_from_logits(logits: Any, labels: Any, temperature: float = 1.0) -> Any:
-        batch = _batch.get()
-        if batch is None:
-            return original(logits, labels, temperature)
-        from jetrl_patch.exact.ops import token_log_probs
-
-        first = batch.first
-        if batch.packed is not None:
-            first = packed(first, batch.packed, labels.numel())
-        tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
-        edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
-        return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
-
-    return log_probs_from_logits
+    first = batch.first
+    if batch.packed is not None:
+        first = packed(first, batch.packed, labels.numel())
+    tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
+    edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
+    return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
 
-def compute_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def compute_entropy(original: Any, logits: Any) -> Any:
     """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: divide the logits [..., V] by the temperature first."""
+    batch = _batch.get()
+    if batch is None or batch.temperature == 1.0:
+        return original(logits)
+    from jetrl_patch.exact.logprob import divisor
 
-    def compute_entropy(logits: Any) -> Any:
-        batch = _batch.get()
-        if batch is None or batch.temperature == 1.0:
-            return original(logits)
-        from jetrl_patch.exact.logprob import divisor
-
-        return original(logits / divisor(batch.temperature, logits))
-
-    return compute_entropy
+    return original(logits / divisor(batch.temperature, logits))
 
 
 def packed(values: Any, mask: Any, tokens: int) -> Any:
@@ -255,14 +237,11 @@ def _on(tokens: tuple[int, ...], device: Any) -> Any:
     return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
-def process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def process_response(original: Any, self: Any, response: Any, **kwargs: Any) -> Any:
     """Wrap ``SamplesGenerator._process_response_into_experience``, which still has the token range of each turn."""
-
-    def _process_response_into_experience(self: Any, response: Any, **kwargs: Any) -> Any:
-        check_turns(response["action_ranges"])
-        return original(self, response, **kwargs)
-
-    return _process_response_into_experience
+    check_turns(response["action_ranges"])
+    return original(self, response, **kwargs)
 
 
 def check_turns(ranges: Iterable[tuple[int, int]]) -> None:

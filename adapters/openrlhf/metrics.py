@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +17,12 @@ from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.measure.mismatch import Mismatch
-from jetrl_patch.trainer.audit import (
-    Compared,
-    audited_metrics,
-    hold,
-    say_if_nothing,
-    step_metrics,
-    sync_metrics,
-    version_metrics,
-)
-
-__all__ = [
-    "FIRST", "LAST", "collective_rpc", "create_vllm_engines", "execute", "generate", "make_experience", "note_mismatch",
-    "sampling_params",
-]  # fmt: skip
-
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer.audit import Compared, audited_metrics, hold, say_if_nothing, step_metrics, sync_metrics
 
 # ---- Record which weights made a sample: the number of the engine's last weight sync at the first and last token
-# This runs in OpenRLHF's ``RolloutRayActor``, which passes weight syncs and requests to one vLLM client. The end of a sync sets
-# the version, and each request records it as its tokens arrive. A sample with two versions is a partial rollout.
+# This runs in OpenRLHF's ``RolloutRayActor``, whose vLLM client gets both weight syncs and requests. The end of a sync sets the
+# version, and each request records it as its tokens arrive. A sample with two versions is a partial rollout.
 
 #: keys of a sample's logs, and so of OpenRLHF's ``Experience.info``
 FIRST, LAST = "jetrl/version_first", "jetrl/version_last"
@@ -57,49 +44,40 @@ class Seen:
 _sample: ContextVar[Seen | None] = ContextVar("jetrl_sample", default=None)
 
 
-def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def collective_rpc(original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
     """Wrap ``AsyncLLM.collective_rpc``: the end of a weight sync starts a new version."""
-
-    async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        result = await original(self, method, timeout, args, kwargs)
-        order = decode(args[0]) if method == "update_weight" and args else None
-        if order is not None and order["op"] == "end":
-            ENGINE.version = int(order["version"])
-        return result
-
-    return collective_rpc
+    result = await original(self, method, timeout, args, kwargs)
+    order = decode(args[0]) if method == "update_weight" and args else None
+    if order is not None and order["op"] == "end":
+        ENGINE.version = int(order["version"])
+    return result
 
 
-def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Wrap ``AsyncLLM.generate``: an output belongs to the version that is current when it arrives."""
-
-    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        seen = _sample.get()
+    seen = _sample.get()
+    if seen is not None:
+        seen.note(ENGINE.version)
+    async for output in original(self, *args, **kwargs):
         if seen is not None:
             seen.note(ENGINE.version)
-        async for output in original(self, *args, **kwargs):
-            if seen is not None:
-                seen.note(ENGINE.version)
-            yield output
-
-    return generate
+        yield output
 
 
-def execute(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def execute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the agent executors' ``execute``, which makes one sample from one or more requests."""
-
-    async def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen = Seen()
-        token = _sample.set(seen)
-        try:
-            sample = await original(self, *args, **kwargs)
-        finally:
-            _sample.reset(token)
-        if seen.last:  # 0 if the plugin has never synced this engine
-            sample["extra_logs"] = {**(sample.get("extra_logs") or {}), FIRST: seen.first, LAST: seen.last}
-        return sample
-
-    return execute
+    seen = Seen()
+    token = _sample.set(seen)
+    try:
+        sample = await original(self, *args, **kwargs)
+    finally:
+        _sample.reset(token)
+    if seen.last:  # 0 if the plugin has never synced this engine
+        sample["extra_logs"] = {**(sample.get("extra_logs") or {}), FIRST: seen.first, LAST: seen.last}
+    return sample
 
 
 # ---- Add mismatch and sync metrics to OpenRLHF's log, in every mode, with or without a correction
@@ -110,59 +88,44 @@ logger = logging.getLogger(__name__)
 LOGPROBS_MODE = "processed_logprobs"
 
 
-def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def create_vllm_engines(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``create_vllm_engines``: engines return processed log-probs even without a correction."""
-    signature = inspect.signature(original)
-
-    def create_vllm_engines(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["logprobs_mode"] = LOGPROBS_MODE
-        return original(*bound.args, **bound.kwargs)
-
-    return create_vllm_engines
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["logprobs_mode"] = LOGPROBS_MODE
+    return original(*bound.args, **bound.kwargs)
 
 
-def sampling_params(original: Any) -> Callable[..., Any]:
+@replacement
+def sampling_params(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace the name ``SamplingParams`` in ``samples_generator``: request the sampled token's log-prob."""
-
-    def SamplingParams(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("logprobs") is None:
-            kwargs["logprobs"] = 0
-        check_sampling(int(kwargs.get("min_tokens") or 0))
-        return original(*args, **kwargs)
-
-    return SamplingParams
+    if kwargs.get("logprobs") is None:
+        kwargs["logprobs"] = 0
+    check_sampling(int(kwargs.get("min_tokens") or 0))
+    return original(*args, **kwargs)
 
 
-def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def trainer_init(original: Any, self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap ``BasePPOTrainer.__init__``: require the driver's settings in the trainer loop."""
-
-    def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        check_mark(strategy.args, "OpenRLHF's trainer loop")
-        original(self, strategy, *args, **kwargs)
-
-    return __init__
+    check_mark(strategy.args, "OpenRLHF's trainer loop")
+    original(self, strategy, *args, **kwargs)
 
 
-def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def make_experience(original: Any, self: Any, samples_list: Any) -> Any:
     """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
-
-    def make_experience(self: Any, samples_list: Any) -> Any:
-        def current(experience: Any) -> Any:
-            return _current(experience, self.args)
-
-        DRIVER.skipped = samples_list if logprob.may_skip(samples_list, current) else None
-        try:
-            experiences = original(self, samples_list)
-            if DRIVER.skipped is None:
-                note_mismatch(experiences, self.args)
-            else:
-                DRIVER.corrected = _corrected(experiences, self.args)
-            return experiences
-        finally:
-            DRIVER.skipped = None
-
-    return make_experience
+    may_skip = logprob.may_skip(samples_list, lambda experience: _current(experience, self.args))
+    DRIVER.skipped = samples_list if may_skip else None
+    try:
+        experiences = original(self, samples_list)
+        if DRIVER.skipped is None:
+            note_mismatch(experiences, self.args)
+        else:
+            DRIVER.corrected = _corrected(experiences, self.args)
+        return experiences
+    finally:
+        DRIVER.skipped = None
 
 
 def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
@@ -176,25 +139,24 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     if not with_both:
         _warn("the samples have no rollout log-probs, so this step reports no mismatch")
         return None
-    width = max(e.action_mask.shape[1] for e in with_both)
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
-    trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both], width) for field in fields)
+    trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both]) for field in fields)
     current = torch.cat([_current(e, args) for e in with_both])
     compared = Compared()
     compared.add(trainer, rollout, mask, current)
     found, of_current = compared.figures()
     corrected = correction.figures(args.algo.advantage, session.active_config(), trainer - rollout, mask)
-    DRIVER.metrics.update({**step_metrics(found, corrected), **version_metrics(found, of_current)})
+    DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     names = [name for e in with_both for name in logprob.names(e)]
     hold(trainer, rollout, mask, current, session.active_config(), names)
     return found
 
 
 def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
-    """Metrics of the correction in a step whose old log-probs are the rollout's: every weight is 1."""
+    """The correction's metrics in a step whose old log-probs are the rollout's: every weight is 1."""
     import torch
 
-    mask = _rows([e.action_mask for e in experiences], max(e.action_mask.shape[1] for e in experiences))
+    mask = _rows([e.action_mask for e in experiences])
     return correction.figures(args.algo.advantage, session.active_config(), torch.zeros(mask.shape), mask)
 
 
@@ -203,7 +165,7 @@ def _warn(line: str) -> None:
 
 
 def note_audit(reports: Sequence[dict[str, Any]]) -> None:
-    """Keep the metrics of a step whose policy pass was skipped, from the comparisons of the driver and all actors."""
+    """Keep the metrics of a step without the policy's pass, from the comparisons of the driver and all actors."""
     corrected, DRIVER.corrected = DRIVER.corrected, None
     parts = [report["audit"] for report in reports]
     DRIVER.audit.failed |= any(part["differed"] for part in parts)
@@ -211,14 +173,14 @@ def note_audit(reports: Sequence[dict[str, Any]]) -> None:
     if corrected is None or found is None:
         return
     figures, metrics = found
-    DRIVER.metrics.update({**step_metrics(figures, corrected), **version_metrics(figures, figures), **metrics})
+    DRIVER.metrics.update(step_metrics(figures, corrected, figures) | metrics)
 
 
 def _current(experience: Any, args: Any) -> Any:
-    """Bool [B]: True for samples that were made entirely with the trainer's current weights.
+    """Bool [B]: True for samples made only by the trainer's current weights.
 
     Samples without a version count as current, because BF16 mode uses OpenRLHF's own sync. In an asynchronous run in exact mode
-    they do not: they come from the user's own executor, with unknown weights.
+    they do not: they come from the user's own executor, from unknown weights.
     """
     import torch
 
@@ -230,23 +192,21 @@ def _current(experience: Any, args: Any) -> Any:
     return (first == DRIVER.version) & (last == DRIVER.version)
 
 
-def _rows(parts: Sequence[Any], width: int) -> Any:
+def _rows(parts: Sequence[Any]) -> Any:
     """Concatenate the rows of all parts [B, A], padded with zeros to one width."""
     import torch
 
+    width = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part.cpu(), (0, width - part.shape[1])) for part in parts])
 
 
-def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def broadcast_to_vllm(original: Any, self: Any) -> None:
     """Wrap ``BasePPOTrainer.broadcast_to_vllm``: collect a report from every policy actor."""
-
-    def broadcast_to_vllm(self: Any) -> None:
-        original(self)
-        reports = ask_actors(self.actor_model_group, "sync")
-        note_sync(reports)
-        sync.tell(self, reports[0]["guarded"])
-
-    return broadcast_to_vllm
+    original(self)
+    reports = ask_actors(self.actor_model_group, "sync")
+    note_sync(reports)
+    sync.tell(self, reports[0]["guarded"])
 
 
 def note_sync(reports: Sequence[dict[str, Any]]) -> None:
@@ -258,18 +218,15 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
         _warn(line)
 
 
-def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def train_step(original: Any, self: Any, rollout_samples: Any, global_step: int) -> Any:
     """Wrap ``BasePPOTrainer.train_step``: add the plugin's metrics to the step's status, which OpenRLHF logs."""
-
-    def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
-        if DRIVER.audited is not self:  # before the first step
-            reports = audit(self)
-            DRIVER.version = max((report["version"] for report in reports), default=0)
-            sync.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
-            DRIVER.audited = self
-        DRIVER.frozen = logprob.is_frozen(self.args, global_step)
-        status, step = original(self, rollout_samples, global_step)
-        status.update(say_if_nothing(DRIVER.take(), _warn))
-        return status, step
-
-    return train_step
+    if DRIVER.audited is not self:  # before the first step
+        reports = audit(self)
+        DRIVER.version = max((report["version"] for report in reports), default=0)
+        sync.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
+        DRIVER.audited = self
+    DRIVER.frozen = logprob.is_frozen(self.args, global_step)
+    status, step = original(self, rollout_samples, global_step)
+    status.update(say_if_nothing(DRIVER.take(), _warn))
+    return status, step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import session
@@ -12,39 +11,31 @@ from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.settings import check_mark, model_problems
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.source import Source, convert
-
-__all__ = ["actor_init", "setup_distributed", "stop_tokens"]
-
 
 # ---- Tell the FP8 layers that their weights do not change between two of DeepSpeed's updates ------
 
-def ppo_train(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def ppo_train(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``ActorPPOTrainer.ppo_train``, which runs all micro-batches and updates on the samples of a step.
 
     ZeRO-3 is excluded: its ranks free the gathered weights after each layer.
     """
+    from jetrl_patch.fp8.unchanged import unchanged_weights
 
-    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from jetrl_patch.fp8.unchanged import unchanged_weights
-
-        whole = self.strategy.stage < 3
-        with unchanged_weights(self.actor) if whole else contextlib.nullcontext():
-            return original(self, *args, **kwargs)
-
-    return ppo_train
+    whole = self.strategy.stage < 3
+    with unchanged_weights(self.actor) if whole else contextlib.nullcontext():
+        return original(self, *args, **kwargs)
 
 
-def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def optimizer_step(original: Any, self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DeepspeedStrategy.optimizer_step``, which changes the weights unless it only counts a micro-batch."""
+    from jetrl_patch.fp8.unchanged import written_weights
 
-    def optimizer_step(self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        from jetrl_patch.fp8.unchanged import written_weights
-
-        with contextlib.nullcontext() if _only_counts(model) else written_weights(model):
-            return original(self, _optimizer, model, _scheduler, *args, **kwargs)
-
-    return optimizer_step
+    with contextlib.nullcontext() if _only_counts(model) else written_weights(model):
+        return original(self, _optimizer, model, _scheduler, *args, **kwargs)
 
 
 def _only_counts(model: Any) -> bool:
@@ -59,38 +50,32 @@ def _only_counts(model: Any) -> bool:
 
 # ---- Convert the trainer's models (policy, reference, EMA) after loading, before DeepSpeed wraps them
 
-def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def setup_distributed(original: Any, self: Any, strategy: Any) -> Any:
     """Wrap ``BaseModelActor._setup_distributed``, which every actor calls before it builds its model."""
-
-    def _setup_distributed(self: Any, strategy: Any) -> Any:
-        check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
-        WORKER.args = strategy.args
-        WORKER.reference = any(kind.__name__ == "ReferenceModelActor" for kind in type(self).__mro__)
-        return original(self, strategy)
-
-    return _setup_distributed
+    check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
+    WORKER.args = strategy.args
+    WORKER.reference = any(kind.__name__ == "ReferenceModelActor" for kind in type(self).__mro__)
+    return original(self, strategy)
 
 
-def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def actor_init(
+    original: Any, self: Any, pretrain_or_model: Any, attn_implementation: Any = "flash_attention_2", *args: Any, **kwargs: Any
+) -> None:
     """Wrap ``Actor.__init__``. Critics and reward models have another class and stay unchanged."""
-
-    def __init__(
-        self: Any, pretrain_or_model: Any, attn_implementation: Any = "flash_attention_2", *args: Any, **kwargs: Any
-    ) -> None:
-        if WORKER.args is None:
-            original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
-            return
-        config = session.active_config()
-        if config.exact:
-            attn_implementation = "sdpa"  # replaced below; flash attention may not be installed
-        if config.same_log_probs:
-            WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
+    if WORKER.args is None:
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
-        settings.check_model(self.model, str(pretrain_or_model))
-        source = WORKER.sources[self] = prepare(self.model, config, self)
-        WORKER.followers.add(source)
-
-    return __init__
+        return
+    config = session.active_config()
+    if config.exact:
+        attn_implementation = "sdpa"  # replaced below; flash attention may not be installed
+    if config.same_log_probs:
+        WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
+    original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
+    settings.check_model(self.model, str(pretrain_or_model))
+    source = WORKER.sources[self] = prepare(self.model, config, self)
+    WORKER.followers.add(source)
 
 
 def prepare(model: Any, config: Config, actor: Any) -> Source:
@@ -103,15 +88,11 @@ def prepare(model: Any, config: Config, actor: Any) -> Source:
     return convert(
         model,
         config,
-        {name: _shape(parameter) for name, parameter in model.named_parameters()},
+        {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()},
         rollout_tp=int(WORKER.args.vllm.tensor_parallel_size),
         device_type="cuda" if torch.cuda.is_available() else "cpu",
         reference=WORKER.reference,
     )
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def stop_tokens(path: str) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import logging
 import re
@@ -16,6 +18,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.precision import at_smallest, scales_loss
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
@@ -34,23 +37,16 @@ from jetrl_patch.trainer.rules import (
     temperature,
 )
 
-__all__ = [
-    "OPTIMIZER_RULES", "check", "check_mark", "check_model", "check_weights", "chosen", "complete",
-    "complete_precision", "figures", "get_strategy", "initialize", "model_problems", "optimizer_step", "precision_problems",
-    "problems", "program_problem",
-]  # fmt: skip
-
-
 # ---- Optimizer states: pass DeepSpeed an optimizer where OpenRLHF passes a name ------------------
-# ZeRO flattens parameters before the optimizer sees them and keeps no state itself. Stages 1 to 3 therefore work: the optimizer
-# holds states for the flat partition of its rank. Stage 0 trains, but cannot load its own checkpoint.
+# ZeRO flattens parameters before the optimizer sees them, and keeps no state itself. So stages 1 to 3 work: the optimizer holds
+# states for its rank's flat partition. Stage 0 trains, but cannot load its own checkpoint.
 
 _STATES = "adam, whose states optimizer_states selects"
 
-#: OpenRLHF's AdamW options; others ("torch_adam") select one of DeepSpeed's classes
+#: AdamW's own options; others ("torch_adam") select one of DeepSpeed's classes
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
-#: arguments that ``optimizer_states`` other than 'fp32' exclude
+#: with ``optimizer_states`` other than 'fp32'
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule("actor.optim", other_than("adam"), _STATES, "set it to adam, or leave optimizer_states at 'fp32'", "all"),
     Rule("critic.optim", other_than("adam"), _STATES, "set it to adam, or leave optimizer_states at 'fp32'", "all"),
@@ -60,47 +56,33 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 )
 
 
-def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``deepspeed.initialize``: replace the AdamW in the configuration by the plugin's, with the same options.
+@replacement
+def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``deepspeed.initialize``: replace the configuration's AdamW by the plugin's, with the same options.
 
     Engines without an optimizer (reference model) or with their own are unchanged.
     """
-    signature = inspect.signature(original)
+    bound, states = inspect.signature(original).bind(*args, **kwargs), session.active_config().optimizer_states
+    config: Any = bound.arguments.get("config")
+    named = config.get("optimizer") if isinstance(config, dict) else None
+    if states == "fp32" or not named or named.get("type") != "AdamW" or bound.arguments.get("optimizer") is not None:
+        return original(*args, **kwargs)
+    options = {name: value for name, value in named["params"].items() if name in _OPTIONS}
 
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        config = bound.arguments.get("config")
-        named = config.get("optimizer") if isinstance(config, dict) else None
-        given = bound.arguments.get("optimizer")
-        states = session.active_config().optimizer_states
-        wanted = states != "fp32" and named and named.get("type") == "AdamW" and given is None
-        if not wanted or named is None or config is None:
-            return original(*args, **kwargs)
-        options = {name: value for name, value in named["params"].items() if name in _OPTIONS}
-        bound.arguments["optimizer"] = _maker(states, options)
-        rest = {name: value for name, value in config.items() if name != "optimizer"}
-        bound.arguments["config"] = rest | {"zero_allow_untested_optimizer": True}
-        return original(*bound.args, **bound.kwargs)
-
-    return initialize
-
-
-def _maker(states: str, options: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return a factory that DeepSpeed calls with the grouped parameters."""
-
-    def make(parameters: Any) -> Any:
-        import importlib
-
+    def make(parameters: Any) -> Any:  # DeepSpeed calls it with the grouped parameters
         return getattr(importlib.import_module(OPTIMIZER_MODULE), OPTIMIZERS[states])(parameters, **options)
 
-    return make
+    bound.arguments["optimizer"] = make
+    rest = {name: value for name, value in config.items() if name != "optimizer"}
+    bound.arguments["config"] = rest | {"zero_allow_untested_optimizer": True}
+    return original(*bound.args, **bound.kwargs)
 
 
 # ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` ---------------------------------------
-# OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and enables DeepSpeed's mixed precision: FP32 masters in its
-# optimizer, and a dynamic loss scale that starts at 2^16, doubles after 1000 good steps and halves at every overflow but the
-# first. OpenRLHF hard-codes BF16 for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that do
-# not fit FP16, counts skipped steps, and stops a run that skips all steps.
+# OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and enables DeepSpeed's mixed precision: FP32 masters, and a loss
+# scale that starts at 2^16, doubles after 1000 good steps and halves at every overflow but the first. OpenRLHF hard-codes BF16
+# for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that do not fit FP16, counts skipped
+# steps, and stops a run that skips all steps.
 
 _WHOLE = "whole sequences on each rank (the trainer finds the first tokens of responses in them)"
 
@@ -118,31 +100,19 @@ HEAD_RULES: tuple[Rule, ...] = (
 
 def precision_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
     """Yield an error for each argument that conflicts with these three settings."""
-
-    def name(path: str) -> str:
-        return f"OpenRLHF's --{path}"
-
     if config.mode.scales_loss:
-        yield from broken(PRECISION_RULES, select, config, name)
+        yield from broken(PRECISION_RULES, select, config, argument)
     elif config.mode.only_measures and select("ds.param_dtype") == "fp16":
         fix = "set precision='fp16' (JETRL_PRECISION=fp16), which uses FP16 on both sides"
         what = "OpenRLHF's --ds.param_dtype with precision='bf16'"
         required = "bf16, because OpenRLHF's vLLM engines stay in BF16"
         yield ConfigError(explain(what, required=required, found="'fp16'", fix=fix))
     if config.fp32_head:
-        yield from broken(HEAD_RULES, select, config, name)
+        yield from broken(HEAD_RULES, select, config, argument)
     if config.kv_cache == "fp8":
         error = registry.rollout().kv_cache_error()
         if error is not None:
             yield error
-
-
-def complete_precision(args: Any, config: Config) -> list[str]:
-    """Set what FP16 needs in the arguments; return a description of each change."""
-    if not config.mode.scales_loss or args.ds.param_dtype == "fp16":
-        return []
-    args.ds.param_dtype = "fp16"
-    return ["--ds.param_dtype fp16: precision='fp16' uses FP16 on both sides"]
 
 
 def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
@@ -163,7 +133,7 @@ def check_model(module: Any, path: str) -> None:
 def check_weights(module: Any) -> None:
     """Check before a weight sync, on every rank, that all weights are finite in FP16.
 
-    Raises SyncError on all ranks, so that none hangs in a collective. Each rank names its own weights.
+    Raises SyncError on all ranks, so none hangs in a collective. Each rank names its own weights.
     """
     if not scales_loss():
         return
@@ -176,44 +146,32 @@ def check_weights(module: Any) -> None:
     anywhere = torch.tensor([len(found)], device=next(module.parameters()).device)
     dist.all_reduce(anywhere)
     if int(anywhere):
+        rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise SyncError(
-            f"the weights do not fit FP16, so nothing was synced: {_first_of(found) or 'another rank names them'}. "
+            f"the weights do not fit FP16, so nothing was synced: {'; '.join(found[:3]) or 'another rank names them'}{rest}. "
             "Check the last optimizer steps (gradient norm, learning rate), or use precision='bf16'."
         )
 
 
-def _first_of(found: list[str]) -> str:
-    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + rest
-
-
-def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def optimizer_step(original: Any, self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DeepspeedStrategy.optimizer_step``: count skipped steps.
 
     Calls within gradient accumulation are not steps. Raises PrecisionError once every step is skipped.
     """
-
-    def optimizer_step(self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if not scales_loss():
-            return original(self, _optimizer, model, _scheduler, *args, **kwargs)
-        engine = model if hasattr(model, "skipped_steps") else model.model  # an Actor holds its engine
-        steps, skipped = engine.global_steps, engine.skipped_steps
-        try:
-            result = original(self, _optimizer, model, _scheduler, *args, **kwargs)
-        except Exception as error:  # DeepSpeed raises a bare Exception there
-            if "loss scale already at minimum" in str(error):
-                raise at_smallest(WORKER.loss_scale.in_a_row + 1) from error
-            raise
-        if engine.global_steps > steps:
-            WORKER.loss_scale.note(skipped=engine.skipped_steps > skipped, scale=float(engine.optimizer.loss_scale))
-        return result
-
-    return optimizer_step
-
-
-def figures() -> dict[str, float]:
-    """Return the loss scale and the skipped steps for an actor's report; empty in other precisions."""
-    return WORKER.loss_scale.figures() if scales_loss() else {}
+    if not scales_loss():
+        return original(self, _optimizer, model, _scheduler, *args, **kwargs)
+    engine = model if hasattr(model, "skipped_steps") else model.model  # an Actor holds its engine
+    steps, skipped = engine.global_steps, engine.skipped_steps
+    try:
+        result = original(self, _optimizer, model, _scheduler, *args, **kwargs)
+    except Exception as error:  # DeepSpeed raises a bare Exception there
+        if "loss scale already at minimum" in str(error):
+            raise at_smallest(WORKER.loss_scale.in_a_row + 1) from error
+        raise
+    if engine.global_steps > steps:
+        WORKER.loss_scale.note(skipped=engine.skipped_steps > skipped, scale=float(engine.optimizer.loss_scale))
+    return result
 
 
 # ---- Check and complete the arguments ------------------------------------------------------------
@@ -239,13 +197,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(args: Any, config: Config) -> None:
-    """Raise ConfigError, ConflictError or ModelError for the first argument that the mode does not support; change nothing."""
+    """Raise the first error of ``problems``."""
     for problem in problems(args, config):
         raise problem
 
 
 def problems(args: Any, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each argument that the mode does not support.
+    """Yield a ConfigError, ConflictError or ModelError for each argument that the mode does not support.
 
     Args:
         args: OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
@@ -263,29 +221,24 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         required, runs = "verl, whose samples contain the rollout's routes", "OpenRLHF, whose samples do not"
         yield ConfigError(explain(what, required=required, found=runs, fix=f"set {off}"))
     yield from startup.abandoned()
-    rules = RULES
+    rules, select = RULES, functools.partial(_get, args)
     if config.optimizer_states != "fp32":
         yield from raised(lambda: check_torchao(config.optimizer_states))
         rules += OPTIMIZER_RULES
-
-    def select(path: str) -> Any:
-        return _get(args, path)
-
-    yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
+    yield from broken(rules, select, config, argument)
     yield from reward_problems(args)
     yield from precision_problems(select, config)
     yield from correction.problems(args, config)
     yield from checkpoint.problems(select, config)
     found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
     yield from found
-    if not found:
-        hf_config = read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
-        if hf_config is not None:
-            yield from model_problems(args, hf_config, config)
+    hf_config = None if found else read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
+    if hf_config is not None:
+        yield from model_problems(args, hf_config, config)
 
 
 def reward_problems(args: Any) -> Iterator[JetrlError]:
-    """Yield an error if nothing scores the samples: OpenRLHF would start its actors anyway, or end in a traceback."""
+    """Yield an error if nothing scores the samples. OpenRLHF would start its actors anyway, or end in a traceback."""
     sources = ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")
     if not any(_get(args, path) for path in sources):
         required = "a reward: a file or a server (--reward.remote_url), a model, or an agent (--train.agent_func_path)"
@@ -301,7 +254,7 @@ def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlE
     elif expert_sizes(hf_config) is not None:
         required, fix = "no experts with a vision tower (an untested combination)", f"use a dense model, or {UNQUANTIZED}"
         yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
-    yield from vision.problems(lambda path: _get(args, path), hf_config, config)
+    yield from vision.problems(functools.partial(_get, args), hf_config, config)
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:
@@ -316,7 +269,10 @@ def chosen(args: Any, asked: Config) -> Config:
 
 def complete(args: Any, config: Config) -> list[str]:
     """Set what the mode needs in the arguments; return a description of each change."""
-    changes = complete_precision(args, config) + cut_note(*_checkpoint(args, config))
+    changes = cut_note(*_checkpoint(args, config))
+    if config.mode.scales_loss and args.ds.param_dtype != "fp16":
+        args.ds.param_dtype = "fp16"
+        changes.insert(0, "--ds.param_dtype fp16: precision='fp16' uses FP16 on both sides")
     for name, value in correction.wanted(config).items():
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)
@@ -335,7 +291,7 @@ def complete(args: Any, config: Config) -> list[str]:
 
 
 def program_problem(target: str) -> JetrlError | None:
-    """Return the error for an OpenRLHF training without a rollout; None for any other program."""
+    """Return the error for a training program of OpenRLHF without a rollout; None for any other program."""
     module = ".".join(PurePath(target).with_suffix("").parts) if target.endswith(".py") else target
     trains = re.search(r"(^|\.)openrlhf\.cli\.train_\w+$", module)
     if trains is None or module.endswith(PROGRAMS["openrlhf"]):
@@ -354,19 +310,21 @@ def check_mark(args: Any, where: str) -> None:
     rules.check(getattr(args, MARK, None), session.active_config(), where, unpatched)
 
 
-def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def get_strategy(original: Any, args: Any) -> Any:
     """Wrap ``openrlhf.utils.get_strategy``, which the driver calls first with its arguments."""
+    config = session.active_config()
+    check(args, config)
+    say_share(*_checkpoint(args, config))
+    for change in complete(args, config):
+        logger.warning("jetrl_patch: %s", change)
+    setattr(args, MARK, config.to_env())
+    return original(args)
 
-    def get_strategy(args: Any) -> Any:
-        config = session.active_config()
-        check(args, config)
-        say_share(*_checkpoint(args, config))
-        for change in complete(args, config):
-            logger.warning("jetrl_patch: %s", change)
-        setattr(args, MARK, config.to_env())
-        return original(args)
 
-    return get_strategy
+def argument(path: str) -> str:
+    """Name the argument at ``path`` in an error."""
+    return f"OpenRLHF's --{path}"
 
 
 def _get(args: Any, path: str) -> Any:

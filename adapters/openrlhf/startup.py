@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,27 +16,22 @@ from jetrl_patch.adapters.openrlhf.state import START
 from jetrl_patch.adapters.openrlhf.transport import Orders
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import require_same
 
-__all__ = [
-    "abandoned", "ask_actors", "ask_engines", "audit", "check_report", "init_vllm_sync_group", "renew", "require_running", "wait",
-]  # fmt: skip
-
-
 # ---- Renew Ray's copies of inherited methods -----------------------------------------------------
-# ``@ray.remote`` copies every method of a class, including inherited ones, to the class that it exports. A subclass decorated in
-# its base's module therefore holds copies from before the patch. A renewed copy is the patched function itself, which Ray pickles
-# by name, so each worker uses its own.
+# ``@ray.remote`` copies every method of a class, also inherited ones, into the class that it exports. A subclass decorated in its
+# base's module therefore holds copies from before the patch. A renewed copy is the patched function itself, which Ray pickles by
+# name, so each worker uses its own.
 
 REASON = (
     "@ray.remote copied the base class's methods into this class before they were patched, so actors would run the originals"
 )
-REMOVE_WHEN = "Ray's ray.remote no longer copies inherited methods into the class it exports (modified_class)"
 
 
 def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[str]) -> None:
-    """Set the current methods ``names`` of ``base`` on the module's remote classes that derive from it."""
+    """Copy the current methods ``names`` of ``base`` into the module's remote classes that derive from it."""
     parent = getattr(module, base)
     for remote in vars(module).values():
         exported = getattr(getattr(remote, "__ray_metadata__", None), "modified_class", None)
@@ -53,14 +48,11 @@ def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[st
 # The group waits for every member without a timeout. An engine that failed to start never joins, so the run would hang, with the
 # engine's error somewhere in the log.
 
-def init_vllm_sync_group(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def init_vllm_sync_group(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``ActorPPOTrainer._init_vllm_sync_group``: wait until every engine answers."""
-
-    def _init_vllm_sync_group(self: Any, *args: Any, **kwargs: Any) -> Any:
-        require_running(self.vllm_engines)
-        return original(self, *args, **kwargs)
-
-    return _init_vllm_sync_group
+    require_running(self.vllm_engines)
+    return original(self, *args, **kwargs)
 
 
 def require_running(engines: Sequence[Any]) -> None:
@@ -80,7 +72,7 @@ def require_running(engines: Sequence[Any]) -> None:
 
 
 def _cause(text: str) -> str:
-    """The last exception in a traceback from Ray, with what follows it, in one line."""
+    """The last exception in a traceback from Ray, and what follows it, in one line."""
     lines = text.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
     return textwrap.shorten(" ".join(lines[starts[-1] if starts else -1 :]), 300, placeholder=" …").rstrip(".")
@@ -95,7 +87,7 @@ LIMIT = 600.0
 
 
 def abandoned() -> Iterator[ConfigError]:
-    """Yield an error for each lock in PyTorch's extension folder whose build has changed no file for ``LIMIT``."""
+    """Yield an error for each lock in PyTorch's extension folder whose build changed no file for ``LIMIT`` seconds."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")  # without it, one folder for each version of Python and CUDA
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
     for lock in sorted(Path(root).glob("*/lock") if root else cache.glob("*/*/lock")):
@@ -104,24 +96,21 @@ def abandoned() -> Iterator[ConfigError]:
             yield _dead(lock, age)
 
 
-def wait(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def wait(original: Any, self: Any) -> None:
     """Replace ``FileBaton.wait``: wait while the build that holds the lock makes progress.
 
     A shared file system's clock may differ from this machine's, so the time since this process last saw a change counts.
     """
-
-    def wait(self: Any) -> None:
-        lock = Path(self.lock_file_path)
-        seen, since = 0.0, time.monotonic()
-        while lock.exists():
-            changed = _last_change(lock)
-            if changed != seen:
-                seen, since = changed, time.monotonic()
-            elif time.monotonic() - since > LIMIT:
-                raise _dead(lock, time.monotonic() - since)
-            time.sleep(self.wait_seconds)
-
-    return wait
+    lock = Path(self.lock_file_path)
+    seen, since = 0.0, time.monotonic()
+    while lock.exists():
+        changed = _last_change(lock)
+        if changed != seen:
+            seen, since = changed, time.monotonic()
+        elif time.monotonic() - since > LIMIT:
+            raise _dead(lock, time.monotonic() - since)
+        time.sleep(self.wait_seconds)
 
 
 def _last_change(lock: Path) -> float:

@@ -17,7 +17,7 @@ START = "Start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() 
 
 
 def where() -> str:
-    """Return the host, and the raylet that started this process, because several Ray nodes may share a host."""
+    """Name the host, and the raylet that started this process: several Ray nodes may share a host."""
     raylet = os.environ.get("RAY_RAYLET_PID")
     return f"{socket.gethostname()} (raylet {raylet})" if raylet else socket.gethostname()
 

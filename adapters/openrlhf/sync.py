@@ -14,31 +14,16 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER, START, WORKER, where
 from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, send_all
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.delta import held_by
 from jetrl_patch.sync.send import NamedTensor, SyncStats, pack
 from jetrl_patch.trainer.audit import sync_report
 from jetrl_patch.trainer.rules import require_same
-from jetrl_patch.trainer.source import Source, begin_sync
+from jetrl_patch.trainer.source import begin_sync
 
-__all__ = ["broadcast_to_vllm", "figures", "full_weights", "report", "take_lines", "tell", "trainer_init"]
-
-
-# ---- The precision guard and the monitor: the policy actors decide, the reference model follows ---
+# ---- The precision guard: the policy actors decide, the reference model follows ---
 # Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it. The
 # trainer loop reads it in the sync's report and tells the reference model's actors.
-
-def figures(source: Source) -> dict[str, float]:
-    """Return metrics of the step that this sync ends. Collective. Raises PrecisionError if the monitor stops the run."""
-    metrics = source.end_sync()
-    WORKER.lines += source.take_lines()
-    return metrics
-
-
-def take_lines() -> list[str]:
-    """Return lines for the trainer loop's log, each only once."""
-    lines, WORKER.lines = WORKER.lines, []
-    return lines
-
 
 def tell(trainer: Any, guarded: Sequence[str]) -> None:
     """In the trainer loop, move the reference model's layers to BF16 in the same step as the policy's."""
@@ -52,58 +37,53 @@ def tell(trainer: Any, guarded: Sequence[str]) -> None:
 # ``ActorPPOTrainer.broadcast_to_vllm`` runs on every rank and sends buckets through ``transport.py``. The first sync runs when
 # the trainer is built, so that both sides are compared before the first rollout.
 
-def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap ``ActorPPOTrainer.__init__``: sync the trainer's bytes to the engines before they sample."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.vllm_engines is None or not session.active_config().quantized_rollout:
-            return
-        asleep = bool(self.args.vllm.enable_sleep)
-        if asleep:
-            _on_engines(self, "wake_up", tags=["weights"])
-        self.broadcast_to_vllm()
-        WORKER.report = None  # the trainer loop does not ask for this report
-        if asleep:
-            _on_engines(self, "sleep")
-
-    return __init__
+    original(self, *args, **kwargs)
+    if self.vllm_engines is None or not session.active_config().quantized_rollout:
+        return
+    asleep = bool(self.args.vllm.enable_sleep)
+    if asleep:
+        _on_engines(self, "wake_up", tags=["weights"])
+    self.broadcast_to_vllm()
+    WORKER.report = None  # the trainer loop does not ask for this report
+    if asleep:
+        _on_engines(self, "sleep")
 
 
-def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def broadcast_to_vllm(original: Any, self: Any) -> None:
     """Replace ``ActorPPOTrainer.broadcast_to_vllm``. Without a quantized rollout, run OpenRLHF's own and record its cost."""
-
-    def broadcast_to_vllm(self: Any) -> None:
-        config = session.active_config()
-        if WORKER.report is not None:
-            raise NotPatchedError(
-                f"the report of the last weight sync was never read, so OpenRLHF's trainer loop is not patched. {START}"
-            )
-        stats, start, monitor = SyncStats(), time.perf_counter(), {}
-        if config.quantized_rollout:
-            calls = send(self, config, stats)
-            monitor = figures(WORKER.sources[self.actor])
-        else:
-            settings.check_weights(self.actor.model.module)
-            calls = _count_plain(self, stats)
-            original(self)
-        WORKER.report = {
-            **sync_report(stats, start),
-            "sync_calls": calls,
-            **settings.figures(),
-            "monitor": monitor,
-            "audit": WORKER.audit.report(),
-        }
-        if config.skips_old_pass:
-            WORKER.synced_at = self.actor.model.global_steps
-
-    return broadcast_to_vllm
+    config = session.active_config()
+    if WORKER.report is not None:
+        raise NotPatchedError(
+            f"the report of the last weight sync was never read, so OpenRLHF's trainer loop is not patched. {START}"
+        )
+    stats, start, monitor = SyncStats(), time.perf_counter(), {}
+    if config.quantized_rollout:
+        calls, source = send(self, config, stats), WORKER.sources[self.actor]
+        monitor = source.end_sync()  # collective; raises PrecisionError to stop the run
+        WORKER.lines += source.take_lines()
+    else:
+        settings.check_weights(self.actor.model.module)
+        calls = _count_plain(self, stats)
+        original(self)
+    WORKER.report = {
+        **sync_report(stats, start),
+        "sync_calls": calls,
+        **WORKER.loss_scale.figures(),
+        "monitor": monitor,
+        "audit": WORKER.audit.report(),
+    }
+    if config.skips_old_pass:
+        WORKER.synced_at = self.actor.model.global_steps
 
 
 def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     """Run one sync, on every rank. Return the number of this rank's remote calls to engines.
 
-    Raises SyncError, AuditError, NotPatchedError or ConflictError. Then the engines no longer generate.
+    Raises SyncError, AuditError, NotPatchedError or ConflictError; the engines then no longer generate.
     """
     import torch
     import torch.distributed as dist
@@ -160,13 +140,16 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
     """``BaseModelActor.jetrl_report``, called through ``execute_batch``: identify the actor and report the last sync.
 
     Args:
-        item: ``"sync"`` takes the metrics of the last sync, which are returned only once. ``{"to_bf16": [...]}`` names layers
-            that the policy's precision guard moved to BF16, for the models that follow it.
+        item: ``"sync"`` takes the metrics and log lines of the last sync, each once. ``{"to_bf16": [...]}`` names layers that the
+            policy's precision guard moved to BF16, for the models that follow it.
     """
     if isinstance(item, dict):
         WORKER.followers.to_bf16(item["to_bf16"])
     status = session.status()
-    figures, WORKER.report = (WORKER.report, None) if item == "sync" else (None, WORKER.report)
+    of_sync: dict[str, Any] = {}
+    if item == "sync":
+        of_sync = {**(WORKER.report or {}), "lines": WORKER.lines}
+        WORKER.report, WORKER.lines = None, []
     return {
         "pid": os.getpid(),
         "node": where(),
@@ -176,15 +159,14 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
         "guarded": list(status.guarded),
         "version": WORKER.version,
         "patches": [[patch.target, patch.state] for patch in status.patches],
-        **(figures or {}),
-        **({"lines": take_lines()} if item == "sync" else {}),
+        **of_sync,
     }
 
 
 def _compare(answers: list[Any], config: Config) -> None:
     """Compare the workers' settings and versions before any byte is sent.
 
-    A worker that serves nothing after a failed sync has not sampled from old weights, and this sync repairs it.
+    A worker that serves nothing after a failed sync did not sample from old weights, and this sync repairs it.
     """
     for answer in (worker for engine in answers for worker in engine):
         who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
@@ -197,7 +179,7 @@ def _compare(answers: list[Any], config: Config) -> None:
 
 
 def _from_lead(held: str) -> str:
-    """Return rank 0's value, because ranks that share their buckets must decide alike."""
+    """Return rank 0's value, because all ranks that send must use the same base."""
     import torch.distributed as dist
 
     told = [held]

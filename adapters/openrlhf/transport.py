@@ -17,14 +17,10 @@ from typing import Any, Protocol
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import START, where
 from jetrl_patch.errors import NotPatchedError, SyncError
-from jetrl_patch.sync.protocol import as_sync_error
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.sync.protocol import as_sync_error, silent
 from jetrl_patch.sync.receive import State
 from jetrl_patch.sync.send import Bucket, Entry, unpack
-
-__all__ = [
-    "GroupWire", "IpcWire", "Orders", "Wire", "decode", "encode", "entries_of", "send_all", "take_shared", "update_weight",
-    "update_weight_cuda_ipc",
-]  # fmt: skip
 
 _PREFIX = "jetrl:"
 _POLL = 0.2  # seconds
@@ -83,10 +79,7 @@ class Orders:
             for reference in ready:
                 self._get(reference)
             if time.monotonic() > end:
-                raise SyncError(
-                    f"a vLLM worker has not answered for {self.timeout:g} s during a weight sync: it is dead, stuck or slow. "
-                    "Check its log, or raise JETRL_SYNC_TIMEOUT."
-                )
+                raise silent("a vLLM worker", self.timeout)
         return [self._get(reference) for reference in references]
 
     def _get(self, reference: Any) -> Any:
@@ -230,63 +223,57 @@ def entries_of(order: dict[str, Any]) -> list[Entry]:
 
 # ---- The rollout's end, in the vLLM worker process. The vLLM adapter attached the receiver when it loaded the model
 
-def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def update_weight(original: Any, self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
     """Replace ``WorkerWrap.update_weight``: execute orders. A plain parameter is accepted only without a quantized rollout."""
-
-    def update_weight(self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
-        order = decode(name)
-        if order is None:
-            if session.active_with(lambda config: config.quantized_rollout):
-                _broadcast(self, dtype, shape)  # or the sender would hang
-                raise _unpatched_trainer()
-            return original(self, name, dtype, shape, empty_cache)
-        session.require_active("the vLLM worker")
-        receiver = self.jetrl_receiver
-        if order["op"] == "bucket":
-            import torch
-
-            flat = _broadcast(self, torch.uint8, shape)
-            receiver.on_bucket(unpack(flat, entries_of(order)))
-            return None
-        if order["op"] == "begin":
-            answer = _who(receiver)
-            receiver.restart()
-            return answer
-        if order["op"] == "status":
-            return {**self.jetrl_report(digests=False), "node": where(), "version": receiver.version}
-        if order["op"] == "end":
-            receiver.version = 0  # no version until the sync is complete
-            report = receiver.finish()
-            receiver.version = order["version"]
-            return report
-        raise SyncError(
-            f"the vLLM worker does not know the order {order['op']!r}. Install the same version of jetrl_patch on both sides."
-        )
-
-    return update_weight
-
-
-def update_weight_cuda_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``WorkerWrap.update_weight_cuda_ipc``: load buckets from the trainer's memory."""
-
-    def update_weight_cuda_ipc(
-        self: Any, name: Any, dtype: Any, shape: Any, ipc_handles: Any = None, empty_cache: bool = False
-    ) -> Any:
-        order = decode(name)
-        if order is None:
-            if session.active_with(lambda config: config.quantized_rollout):
-                raise _unpatched_trainer()
-            return original(self, name, dtype, shape, ipc_handles, empty_cache)
+    order = decode(name)
+    if order is None:
+        if session.active_with(lambda config: config.quantized_rollout):
+            _broadcast(self, dtype, shape)  # or the sender would hang
+            raise _unpatched_trainer()
+        return original(self, name, dtype, shape, empty_cache)
+    session.require_active("the vLLM worker")
+    receiver = self.jetrl_receiver
+    if order["op"] == "bucket":
         import torch
 
-        session.require_active("the vLLM worker")
-        flat = take_shared(ipc_handles, self.device)
-        self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
-        if flat.is_cuda:
-            torch.cuda.synchronize()  # the trainer writes the next bucket into the same memory
+        flat = _broadcast(self, torch.uint8, shape)
+        receiver.on_bucket(unpack(flat, entries_of(order)))
         return None
+    if order["op"] == "begin":
+        answer = _who(receiver)
+        receiver.restart()
+        return answer
+    if order["op"] == "status":
+        return {**self.jetrl_report(digests=False), "node": where(), "version": receiver.version}
+    if order["op"] == "end":
+        receiver.version = 0  # no version until the sync is complete
+        report = receiver.finish()
+        receiver.version = order["version"]
+        return report
+    raise SyncError(
+        f"the vLLM worker does not know the order {order['op']!r}. Install the same version of jetrl_patch on both sides."
+    )
 
-    return update_weight_cuda_ipc
+
+@replacement
+def update_weight_cuda_ipc(
+    original: Any, self: Any, name: Any, dtype: Any, shape: Any, ipc_handles: Any = None, empty_cache: bool = False
+) -> Any:
+    """Replace ``WorkerWrap.update_weight_cuda_ipc``: load buckets from the trainer's memory."""
+    order = decode(name)
+    if order is None:
+        if session.active_with(lambda config: config.quantized_rollout):
+            raise _unpatched_trainer()
+        return original(self, name, dtype, shape, ipc_handles, empty_cache)
+    import torch
+
+    session.require_active("the vLLM worker")
+    flat = take_shared(ipc_handles, self.device)
+    self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
+    if flat.is_cuda:
+        torch.cuda.synchronize()  # the trainer writes the next bucket into the same memory
+    return None
 
 
 def _broadcast(worker: Any, dtype: Any, shape: Any) -> Any:

@@ -9,18 +9,15 @@ from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.models.structure import is_vision_language
-from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.patching.patch import NO_REPORT, replacement
 from jetrl_patch.registry import Patch
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
-__all__ = ["RULES", "VISION", "forget_images", "never_samples", "placeholders", "problems", "synced"]
-
-
-# ---- Settings that no run of a vision-language model has tested, and why OpenRLHF needs fixes ----
+# ---- Settings that are untested with vision-language models, and why OpenRLHF needs fixes ----
 # OpenRLHF processes an image for the trainer and passes the picture itself to vLLM, with one placeholder token in its place. The
-# trainer finds an image by its placeholder tokens, anywhere in a sample, so a response must not contain one.
+# trainer finds images by placeholder tokens anywhere in a sample, so a response must not contain one.
 #
-# vLLM caches an image's features. A weight sync changes the vision tower unless it is frozen, so cached features are stale.
+# vLLM caches an image's features. A weight sync changes the vision tower unless it is frozen, and makes them stale.
 
 _REMOVE = "remove the flag"
 _IMAGES = "data.max_images_per_prompt"
@@ -46,12 +43,7 @@ _NEVER = -100.0
 
 
 def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each argument that this kind of model does not support.
-
-    Args:
-        select: returns the argument at a dotted path.
-        hf_config: the Hugging Face config of the whole model.
-    """
+    """Yield an error for each argument that is wrong or untested with this kind of model."""
     rules = RULES if is_vision_language(hf_config) else TEXT_RULES
     beside = f"model_type={getattr(hf_config, 'model_type', None)!r}"
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}", beside)
@@ -63,28 +55,22 @@ def placeholders(hf_config: Any) -> list[int]:
     return [int(token) for token in ids if token is not None]
 
 
-def never_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def never_samples(original: Any, self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``AsyncLLM.generate``: responses contain no placeholder token of an image or video."""
-
-    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        banned = placeholders(self.model_config.hf_config)
-        if banned:  # OpenRLHF makes a copy for each request
-            sampling_params.logit_bias = {**(sampling_params.logit_bias or {}), **dict.fromkeys(banned, _NEVER)}
-        return original(self, prompt, sampling_params, *args, **kwargs)
-
-    return generate
+    banned = placeholders(self.model_config.hf_config)
+    if banned:  # OpenRLHF makes a copy for each request
+        sampling_params.logit_bias = {**(sampling_params.logit_bias or {}), **dict.fromkeys(banned, _NEVER)}
+    return original(self, prompt, sampling_params, *args, **kwargs)
 
 
-def forget_images(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def forget_images(original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
     """Wrap ``AsyncLLM.collective_rpc``: after a weight sync, vLLM drops cached image features."""
-
-    async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        result = await original(self, method, timeout, args, kwargs)
-        if _ends_sync(method, args) and is_vision_language(self.model_config.hf_config):
-            await self.reset_encoder_cache()
-        return result
-
-    return collective_rpc
+    result = await original(self, method, timeout, args, kwargs)
+    if _ends_sync(method, args) and is_vision_language(self.model_config.hf_config):
+        await self.reset_encoder_cache()
+    return result
 
 
 def _ends_sync(method: Any, args: Any) -> bool:
@@ -96,7 +82,7 @@ def _ends_sync(method: Any, args: Any) -> bool:
 
 
 def synced(actor: Any) -> list[Any]:
-    """Return the parameters that OpenRLHF's own sync sends: all, or the trained ones of a vision-language model."""
+    """Return the parameters that OpenRLHF's own sync sends: all, or a vision-language model's trained ones."""
     return [p for p in actor.model.module.parameters() if p.requires_grad or not getattr(actor, "is_vlm", False)]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from jetrl_patch import session
@@ -15,33 +15,34 @@ from jetrl_patch.adapters.ray.hook import make_hook
 from jetrl_patch.adapters.ray.nodes import HOOK, HOOK_NAME, Hook, merge_runtime_env, require_nodes, take_ours
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.registry import Adapter, Patch
 
 #: where ``ray job submit`` leaves the runtime environment for the driver that it starts
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-def init(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def init(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``ray.init``. A call on an existing connection starts no workers and is passed on unchanged."""
+    import ray
 
-    def init(*args: Any, **kwargs: Any) -> Any:
-        import ray
-
-        if ray.is_initialized():
-            return original(*args, **kwargs)
-        config = session.active_config()
-        _refuse_client(args[0] if args else kwargs.get("address"))
-        with _submitted_job(config) as (job, hook):
-            kwargs["runtime_env"] = _runtime_env(kwargs, config, hook)
-            context = original(*args, **kwargs)
-        try:
-            require_nodes(config, installs={**job, **kwargs["runtime_env"]})
-        except BaseException:
-            ray.shutdown()  # nothing may run on the connection that this call opened
-            raise
-        return context
-
-    return init
+    if ray.is_initialized():
+        return original(*args, **kwargs)
+    config = session.active_config()
+    _refuse_client(args[0] if args else kwargs.get("address"))
+    with _submitted_job(config) as (job, hook):
+        # Ray uses that of ``job_config`` only without the argument
+        given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
+        kwargs["runtime_env"], own = merge_runtime_env(given, config)
+        kwargs["runtime_env"][HOOK] = make_hook(VERSION, config.to_env(), _one_of(own, hook))
+        context = original(*args, **kwargs)
+    try:
+        require_nodes(config, installs={**job, **kwargs["runtime_env"]})
+    except BaseException:
+        ray.shutdown()  # nothing may run on the connection that this call opened
+        raise
+    return context
 
 
 def require_hook(config: Config) -> None:
@@ -60,16 +61,6 @@ def require_hook(config: Config) -> None:
         )
 
 
-def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dict[str, Any]:
-    """Merge the caller's runtime environment with the plugin's. ``job_config``'s is used only if ``runtime_env`` is not given."""
-    given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
-
-    def hook(own: Hook) -> Callable[[], None]:
-        return make_hook(VERSION, config.to_env(), _one_of(own, submitted))
-
-    return merge_runtime_env(given, config, hook)
-
-
 def _one_of(own: Hook, submitted: Hook) -> Hook:
     """Choose between two user hooks by Ray's own rule."""
     if own is None or submitted is None or own == submitted:
@@ -83,7 +74,7 @@ def _one_of(own: Hook, submitted: Hook) -> Hook:
 
 @contextlib.contextmanager
 def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
-    """Remove what the plugin sets itself from the variable of ``ray job submit``, for a while. Yields the rest and its hook.
+    """For a while, take what the plugin sets out of the variable of ``ray job submit``. Yields the rest and the user's hook.
 
     Ray merges the variable with the argument of ``ray.init``, and refuses a key that is in both.
     """

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["make_hook", "make_probe"]
-
 
 def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any] | str | None) -> Callable[[], None]:
     """Make the ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``.

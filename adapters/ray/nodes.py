@@ -30,18 +30,14 @@ _WITHOUT_HOOK = ("container", "image_uri")
 Hook = Callable[[], Any] | str | None
 
 
-def merge_runtime_env(
-    given: Mapping[str, Any] | None, config: Config, make_hook: Callable[[Hook], Callable[[], None]]
-) -> dict[str, Any]:
-    """Return a new ``runtime_env`` with the user's content and the plugin's. ``given`` is not changed.
+def merge_runtime_env(given: Mapping[str, Any] | None, config: Config) -> tuple[dict[str, Any], Hook]:
+    """Return a copy of the user's ``runtime_env`` with the plugin's variables, and the user's hook, which the caller replaces.
 
     Args:
-        given: the user's ``runtime_env``: a dict (``RuntimeEnv`` is one) or an OmegaConf container.
-        config: the driver's settings; they go into ``env_vars``.
-        make_hook: takes the user's hook or None, returns the one to install.
+        given: a dict (``RuntimeEnv`` is one) or an OmegaConf container.
 
-    Raises ConflictError if a ``JETRL_*`` variable of the user contradicts ``config``. Raises ConfigError for an unknown
-    ``JETRL_*`` variable, or for a field that Ray does not allow together with a hook.
+    Raises ConflictError if a ``JETRL_*`` variable of the user contradicts ``config``; ConfigError for an unknown ``JETRL_*``
+    variable, or a field that Ray does not allow together with a hook.
     """
     merged = _plain(given or {})
     for name in _WITHOUT_HOOK:
@@ -53,15 +49,14 @@ def merge_runtime_env(
     hook = take_hook(merged, variables)
     check_variables(variables, config)
     merged["env_vars"] = {**variables, **config.to_env()}
-    merged[HOOK] = make_hook(hook)
-    return merged
+    return merged, hook
 
 
 def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[str, Any], Hook]:
-    """Split the ``runtime_env`` of ``ray job submit`` into what stays there and its hook.
+    """Split the ``runtime_env`` of ``ray job submit`` into its hook and what stays there.
 
-    Ray refuses a key that is both there and in ``ray.init``. So this removes what the plugin sets: the ``JETRL_*`` settings,
-    which must agree with ``config``, and the hook, which the caller chains.
+    Ray refuses a key that is both there and in ``ray.init``. So this removes the ``JETRL_*`` settings, which must agree with
+    ``config``, and the hook, which the caller chains.
     """
     rest = _plain(injected or {})
     variables = dict(rest.pop("env_vars", None) or {})
@@ -76,10 +71,10 @@ def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[
 def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
     """Remove the user's hook from both places where it can be, and return it.
 
-    A process that passes on its own environment (as vLLM does to its Ray workers) passes on the plugin's hook too, by name and
-    by its job's key. The caller replaces that hook by a new one; the user's hook that it chained belongs to that job.
+    A process that passes on its own environment (as vLLM does to its Ray workers) passes on the plugin's hook too, by name or by
+    its job's key. That hook does not count: the caller makes a new one.
     """
-    hook = runtime_env.pop(HOOK, None)
+    hook: Hook = runtime_env.pop(HOOK, None)
     inherited = variables.pop(HOOK_VARIABLE, None)
     if hook == HOOK_NAME:
         return None
@@ -89,8 +84,7 @@ def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
             fix = "pass the hook by its dotted path"
             raise ConflictError(explain("runtime_env of ray.init", required=required, found=other, fix=fix))
         hook = inherited
-    found: Hook = hook
-    return found
+    return hook
 
 
 def check_variables(variables: Mapping[str, Any], config: Config) -> None:
@@ -153,7 +147,7 @@ class NodeStatus:
 
 
 def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list[NodeStatus]:
-    """Ask a worker on every live node of this connection for its status. A node that cannot answer has an ``error``.
+    """Ask a worker on every live node of this connection for its status. A node that does not answer has an ``error``.
 
     Args:
         config: the settings that the workers should have; by default this process's.
@@ -248,7 +242,7 @@ def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, att
 
 
 def _status(node: Mapping[str, Any], answer: Any, reason: Any) -> NodeStatus:
-    """Combine the ``answer`` of a worker with the hook and, if there is none, the ``reason`` given by a worker without it."""
+    """Combine the ``answer`` of a worker with the hook and, failing that, the ``reason`` of a worker without it."""
     report = answer if isinstance(answer, dict) else reason if isinstance(reason, dict) else {}
     error = report.get("error", "")
     if not isinstance(answer, dict) and not error:

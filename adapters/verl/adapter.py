@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
 
 from jetrl_patch.adapters.verl import (
     checkpoint,
@@ -29,69 +30,7 @@ from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
-# ---- Corrections: patches, and entries of verl's registry of policy losses ----
-
-_ALGORITHMS = "verl.trainer.ppo.core_algos"
-
-_TRAIN_BATCH = Patch(
-    "verl.workers.engine_workers", "TrainingWorker.train_batch", old_log_probs.train_batch,
-    always="it ends what a sync of a patched process began",
-    reason="only a step's first mini-batch runs on the weights that sampled; later ones must not count as mismatch where the "
-    "loss compares",
-    remove_when=old_log_probs.BYPASS_REMOVE,
-)
-
-_WEIGHTS = Patch(
-    "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_rejection_mask", correction.weights_and_mask,
-    reason="ACR needs the ratio before truncation, but verl passes only the truncated weights to its losses",
-    remove_when="verl.workers.utils.losses.ppo_loss passes rollout_log_probs to the function from POLICY_LOSS_REGISTRY",
-)
-
-_MEASURES = Patch(
-    "verl.trainer.ppo.rollout_corr_helper", "compute_is_metrics", correction.compute_is_metrics,
-    reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
-    upstream="https://github.com/verl-project/verl/pull/7559",
-    remove_when="the oldest supported verl contains verl#7559",
-    fixes="verl",
-)
-
-_CHECKED_LOSS = Patch(
-    "verl.workers.utils.losses", "get_policy_loss_fn", old_log_probs.get_policy_loss_fn,
-    when=lambda config: config.skips_old_pass,
-    reason="when the rollout's log-probs serve as the old ones, only the loss can compare them with the trainer's before the "
-    "backward pass. Distillation losses are refused",
-    remove_when="verl.workers.utils.losses.ppo_loss compares rollout and trainer log-probs before it returns the loss",
-)
-
-
-def correction_patches(config: Config) -> tuple[Patch, ...]:
-    """Return the patch that ends the losses' comparisons, and those that the settings need."""
-    masks = (_MEASURES,) if correction.drops_tokens(config) else ()
-    checked = (_CHECKED_LOSS,) if config.skips_old_pass else ()
-    return (_TRAIN_BATCH, *checked, *masks, *((_WEIGHTS,) if config.acr else ()))
-
-
-def correction_hooks(config: Config) -> tuple[OnImport, ...]:
-    """Return the entries for verl's registry of policy losses."""
-    bypass = OnImport(
-        module=_ALGORITHMS,
-        name=f"POLICY_LOSS_REGISTRY[{old_log_probs.LOSS!r}]",
-        apply=old_log_probs.register_bypass,
-        reason=old_log_probs.BYPASS_REASON,
-        remove_when=old_log_probs.BYPASS_REMOVE,
-    )
-    acr = OnImport(
-        module=_ALGORITHMS,
-        name=f"POLICY_LOSS_REGISTRY[{correction.ACR_LOSS!r}]",
-        apply=correction.register_acr,
-        reason="verl has no policy loss with QuRL's adaptive clipping range (ACR)",
-        remove_when="verl registers a policy loss with ACR in POLICY_LOSS_REGISTRY",
-    )
-    return (bypass, acr) if config.acr else (bypass,)
-
-
-# ---- The patches of every mode ----
-
+_CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
@@ -100,16 +39,23 @@ _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _CALLS_PLUGINS = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
 _STATE = "verl's BaseCheckpointManager has callbacks in save_checkpoint and load_checkpoint for extra state such as jetrl.json"
 _VEOMNI_CALLS = "verl's VeOmniEngine._build_model_optimizer has a hook for the built model, before build_parallelize_model"
+_FIRST_BATCH = (
+    "verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a step only"
+)
+_COPIES = (
+    "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU have finished"
+)
 
-EVERY_MODE: tuple[Patch, ...] = (
+#: ``when`` says which settings need one
+PATCHES: tuple[Patch, ...] = (
     Patch(
-        "verl.utils.config", "validate_config", settings.validate_config,
+        "verl.utils.config", "validate_config", settings.settled,
         reason="verl does not know which of its settings conflict with jetrl_patch; this check rejects them before Ray starts "
         "and fills in missing ones",
         remove_when=_CALLS_PLUGINS,
     ),
     Patch(
-        "verl.trainer.main_ppo", "run_ppo", settings.run_ppo,
+        "verl.trainer.main_ppo", "run_ppo", settings.settled,
         reason="verl's asynchronous programs validate their settings after Ray has started, or not at all",
         remove_when=_CALLS_PLUGINS,
     ),
@@ -256,12 +202,6 @@ EVERY_MODE: tuple[Patch, ...] = (
         "every tensor arrived intact",
         upstream="https://github.com/verl-project/verl/pull/7986",
     ),
-)
-
-_COPIES = (
-    "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU have finished"
-)
-SAVED_WEIGHTS: tuple[Patch, ...] = (
     Patch(
         _SEPARATION, "DetachActorWorker.save_model_to_cpu", old_log_probs.save_model_to_cpu,
         reason="verl's asynchronous trainers lose updates between two syncs, because they do not clone FSDP2 or VeOmni "
@@ -276,9 +216,97 @@ SAVED_WEIGHTS: tuple[Patch, ...] = (
         remove_when=_COPIES,
         upstream=NO_REPORT,
     ),
+    Patch(
+        _ENGINE, "logprobs_from_logits", logprob.logprobs_from_logits,
+        when=lambda config: config.same_log_probs,
+        reason="verl rounds the log-probs of BF16 logits to BF16; vLLM computes log-softmax in FP32",
+        remove_when="verl's logprobs_from_logits computes log-softmax in FP32 for every dtype of logits",
+    ),
+    Patch(
+        _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
+        when=lambda config: config.exact,
+        reason="verl does not pass the number of sequences in a packed row to the model, so exact attention would stall on the "
+        "GPU to count them",
+        remove_when="verl's FSDPEngineWithLMHead.prepare_model_inputs passes the model the number of sequences, or their "
+        "boundaries as a CPU tensor",
+    ),
+    Patch(
+        _ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", logprob.prepare_model_outputs,
+        when=lambda config: config.same_log_probs,
+        reason="verl masks padding logits beyond the tokenizer and vision placeholders in vLLM only, not in the trainer",
+        remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
+        upstream="https://github.com/verl-project/verl/pull/7038",
+    ),
+    Patch(
+        "verl.models.transformers.dense_common", "forward_with_torch_backend", logprob.forward_with_torch_backend,
+        when=lambda config: config.same_log_probs,
+        reason="verl's fused forward does not mask the tokens that verl masks in vLLM. The Triton forward is not covered; the "
+        "driver selects this one",
+        remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
+        upstream="https://github.com/verl-project/verl/pull/7038",
+    ),
+    Patch(
+        "verl.utils.experimental.torch_functional", "FusedLinearForPPO.forward", logprob.forward,
+        when=lambda config: config.same_log_probs,
+        reason="verl's fused log-probs use a matmul that depends on the batch, and divide by the temperature in BF16",
+        remove_when="verl's FusedLinearForPPO.forward calls the model's own lm_head and computes temperature and log-softmax "
+        "in FP32",
+    ),
+    Patch(
+        _ENGINE, "FSDPEngine.forward_backward_batch", model.forward_backward_batch,
+        when=lambda config: config.fp8_train,
+        reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
+        "would quantize it again",
+        remove_when="verl's FSDPEngine.forward_backward_batch passes a flag like TransformerEngine's is_first_microbatch to the "
+        "layers",
+    ),
+    Patch(
+        _ENGINE, "FSDPEngineWithLMHead.forward_step", routes.forward_step,
+        when=lambda config: config.returns_routes,
+        reason="verl's FSDP engine ignores the expert choices that the rollout returned, so it neither compares nor replays them "
+        "(R3). Other engines are not covered",
+        remove_when="verl's FSDPEngineWithLMHead.forward_step supports router_replay R3 and logs how many routes differ; "
+        "verl#4101 covers Megatron only",
+        upstream="https://github.com/verl-project/verl/pull/4101",
+    ),
+    Patch(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.collective_rpc", sync.collective_rpc,
+        when=lambda config: config.sync == "delta",
+        reason="verl discards what the engine's workers return, so the trainer loop could not ask which weights they hold",
+        remove_when="verl's vLLMHttpServer.collective_rpc returns the result of engine.collective_rpc",
+    ),
+    Patch(
+        "verl.workers.engine_workers", "TrainingWorker.train_batch", old_log_probs.train_batch,
+        always="it ends what a sync of a patched process began",
+        reason="only a step's first mini-batch runs on the weights that sampled; later ones must not count as mismatch where the "
+        "loss compares",
+        remove_when=_FIRST_BATCH,
+    ),
+    Patch(
+        "verl.workers.utils.losses", "get_policy_loss_fn", old_log_probs.get_policy_loss_fn,
+        when=lambda config: config.skips_old_pass,
+        reason="when the rollout's log-probs serve as the old ones, only the loss can compare them with the trainer's before the "
+        "backward pass. Distillation losses are refused",
+        remove_when="verl.workers.utils.losses.ppo_loss compares rollout and trainer log-probs before it returns the loss",
+    ),
+    Patch(
+        _CORRECTION, "compute_is_metrics", correction.compute_is_metrics,
+        when=correction.drops_tokens,
+        reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass "
+        "mode)",
+        upstream="https://github.com/verl-project/verl/pull/7559",
+        remove_when="the oldest supported verl contains verl#7559",
+        fixes="verl",
+    ),
+    Patch(
+        _CORRECTION, "compute_rollout_correction_and_rejection_mask", correction.weights_and_mask,
+        when=lambda config: config.acr,
+        reason="ACR needs the ratio before truncation, but verl passes only the truncated weights to its losses",
+        remove_when="verl.workers.utils.losses.ppo_loss passes rollout_log_probs to the function from POLICY_LOSS_REGISTRY",
+    ),
 )
 
-# ---- Patches of engines and settings ----
+# ---- Patches that depend on what is installed, and entries of verl's registry of policy losses ----
 
 #: applied only if Megatron is installed, because verl's engine cannot be imported without it
 MEGATRON: tuple[Patch, ...] = (
@@ -327,72 +355,29 @@ TEMPERATURE = Patch(
     remove_when="verl's _scale_logits_by_temperature divides in FP32",
 )
 
-SAME_LOG_PROBS: tuple[Patch, ...] = (
-    Patch(
-        _ENGINE, "logprobs_from_logits", logprob.logprobs_from_logits,
-        when=lambda config: config.same_log_probs,
-        reason="verl rounds the log-probs of BF16 logits to BF16; vLLM computes log-softmax in FP32",
-        remove_when="verl's logprobs_from_logits computes log-softmax in FP32 for every dtype of logits",
-    ),
-    Patch(
-        _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
-        when=lambda config: config.exact,
-        reason="verl does not pass the number of sequences in a packed row to the model, so exact attention would stall on the "
-        "GPU to count them",
-        remove_when="verl's FSDPEngineWithLMHead.prepare_model_inputs passes the model the number of sequences, or their "
-        "boundaries as a CPU tensor",
-    ),
-    Patch(
-        _ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", logprob.prepare_model_outputs,
-        when=lambda config: config.same_log_probs,
-        reason="verl masks padding logits beyond the tokenizer and vision placeholders in vLLM only, not in the trainer",
-        remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
-        upstream="https://github.com/verl-project/verl/pull/7038",
-    ),
-    Patch(
-        "verl.models.transformers.dense_common", "forward_with_torch_backend", logprob.forward_with_torch_backend,
-        when=lambda config: config.same_log_probs,
-        reason="verl's fused forward does not mask the tokens that verl masks in vLLM. The Triton forward is not covered; the "
-        "driver selects this one",
-        remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
-        upstream="https://github.com/verl-project/verl/pull/7038",
-    ),
-    Patch(
-        "verl.utils.experimental.torch_functional", "FusedLinearForPPO.forward", logprob.forward,
-        when=lambda config: config.same_log_probs,
-        reason="verl's fused log-probs use a matmul that depends on the batch, and divide by the temperature in BF16",
-        remove_when="verl's FusedLinearForPPO.forward calls the model's own lm_head and computes temperature and log-softmax "
-        "in FP32",
-    ),
+
+def _policy_loss(name: str, made: Callable[[Any], Any], reason: str, remove_when: str) -> OnImport:
+    """Set an entry of verl's registry of policy losses to what ``made`` returns for the registry."""
+    entry = f"POLICY_LOSS_REGISTRY[{name!r}]"
+
+    def register(module: ModuleType, journal: Journal) -> None:
+        losses, target = module.POLICY_LOSS_REGISTRY, f"{module.__name__}.{entry}"
+        journal.set_item(losses, name, made(losses), target=target, reason=reason, remove_when=remove_when)
+
+    return OnImport(module="verl.trainer.ppo.core_algos", name=entry, apply=register, reason=reason, remove_when=remove_when)
+
+
+BYPASS = _policy_loss(
+    old_log_probs.LOSS,
+    lambda losses: old_log_probs.measured(losses[old_log_probs.LOSS]),
+    reason="in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch",
+    remove_when=_FIRST_BATCH,
 )
-
-
-SAME_WEIGHTS = Patch(
-    _ENGINE, "FSDPEngine.forward_backward_batch", model.forward_backward_batch,
-    when=lambda config: config.fp8_train,
-    reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
-    "would quantize it again",
-    remove_when="verl's FSDPEngine.forward_backward_batch passes a flag like TransformerEngine's is_first_microbatch to the "
-    "layers",
-)
-
-
-ROUTES = Patch(
-    _ENGINE, "FSDPEngineWithLMHead.forward_step", routes.forward_step,
-    when=lambda config: config.returns_routes,
-    reason="verl's FSDP engine ignores the expert choices that the rollout returned, so it neither compares nor replays them "
-    "(R3). Other engines are not covered",
-    remove_when="verl's FSDPEngineWithLMHead.forward_step supports router_replay R3 and logs how many routes differ; verl#4101 "
-    "covers Megatron only",
-    upstream="https://github.com/verl-project/verl/pull/4101",
-)
-
-
-ANSWERS = Patch(
-    "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.collective_rpc", sync.collective_rpc,
-    when=lambda config: config.sync == "delta",
-    reason="verl discards what the engine's workers return, so the trainer loop could not ask which weights they hold",
-    remove_when="verl's vLLMHttpServer.collective_rpc returns the result of engine.collective_rpc",
+ACR = _policy_loss(
+    correction.ACR_LOSS,
+    lambda losses: correction.policy_loss,
+    reason="verl has no policy loss with QuRL's adaptive clipping range (ACR)",
+    remove_when="verl registers a policy loss with ACR in POLICY_LOSS_REGISTRY",
 )
 
 
@@ -403,18 +388,10 @@ class VerlAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the patches of every mode, then those of other engines, log-probs and corrections where they are needed."""
-        patches = EVERY_MODE + VISION + SAVED_WEIGHTS + (MEGATRON if is_installed("megatron.core") else ())
-        patches += VEOMNI if is_installed("veomni") else ()
-        if config.same_log_probs:
-            patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
-        if config.fp8_train:
-            patches += (SAME_WEIGHTS,)
-        if config.returns_routes:
-            patches += (ROUTES,)
-        if config.sync == "delta":
-            patches += (ANSWERS,)
-        return patches + correction_patches(config)
+        """Return the patches that these settings need, for the engines that are installed."""
+        engines = (MEGATRON if is_installed("megatron.core") else ()) + (VEOMNI if is_installed("veomni") else ())
+        logits = () if wants_float_logits() else (TEMPERATURE,)
+        return [patch for patch in (*PATCHES, *VISION, *engines, *logits) if patch.when is None or patch.when(config)]
 
     def services(self) -> Services:
         """Offer verl's settings, models and shard merger to the core."""
@@ -424,7 +401,7 @@ class VerlAdapter(Adapter):
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Return the entries for verl's registry of policy losses."""
-        return correction_hooks(config)
+        return (BYPASS, ACR) if config.acr else (BYPASS,)
 
     def check(self, config: Config) -> None:
         """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""

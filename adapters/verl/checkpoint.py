@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from jetrl_patch.adapters.verl import lora
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, Select
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
@@ -26,8 +27,8 @@ _RECORDED = ("fsdp", "fsdp2", "veomni")
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error if verl would resume from a checkpoint of other settings, before any worker starts.
 
-    By default (``resume_mode=auto``) verl resumes from whatever is in its folder. If the driver cannot see the folder, the
-    workers check.
+    By default (``resume_mode=auto``) verl resumes from whatever is in its folder. The workers check a folder that the driver
+    cannot see.
     """
     actor = os.path.join(resumed(select).path, "actor")
     if select(f"{ACTOR}.strategy") in _RECORDED and os.path.isdir(actor):
@@ -36,7 +37,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def resumed(select: Select) -> Place:
-    """Return the folder of the step that verl would resume from, found as its trainers do; an empty path if it starts fresh."""
+    """Return the folder that verl's trainers would resume from; an empty path if they start fresh."""
     mode, folder = select("trainer.resume_mode"), str(select("trainer.default_local_dir") or "")
     if mode == "resume_path":
         return Place("trainer.resume_from_path", str(select("trainer.resume_from_path") or ""))
@@ -46,30 +47,24 @@ def resumed(select: Select) -> Place:
     return Place("trainer.resume_mode", "")
 
 
-def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def save_checkpoint(original: Any, self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``FSDPCheckpointManager.save_checkpoint``: rank 0 writes ``jetrl.json`` next to its shards."""
-
-    def save_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if local_path is not None and self.rank == 0:
-            record.write(local_path, session.active_config())
-        return original(self, local_path, *args, **kwargs)
-
-    return save_checkpoint
+    if local_path is not None and self.rank == 0:
+        record.write(local_path, session.active_config())
+    return original(self, local_path, *args, **kwargs)
 
 
-def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so that none waits for a rank that raised.
+@replacement
+def load_checkpoint(original: Any, self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so none waits for a rank that raised.
 
     Does not cover a checkpoint that verl fetches from HDFS during the load.
     """
-
-    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if local_path is not None:
-            record.check(local_path, session.active_config(), optimizer=bool(self.should_load_optimizer))
-            lora.check_resumed(local_path, getattr(self, "model", None), session.active_config())
-        return original(self, local_path, *args, **kwargs)
-
-    return load_checkpoint
+    if local_path is not None:
+        record.check(local_path, session.active_config(), optimizer=bool(self.should_load_optimizer))
+        lora.check_resumed(local_path, getattr(self, "model", None), session.active_config())
+    return original(self, local_path, *args, **kwargs)
 
 
 # ---- Merge the shards of verl's FSDP engine ----

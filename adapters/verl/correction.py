@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
@@ -12,7 +11,7 @@ from jetrl_patch.adapters.verl.yaml_settings import ACTOR, named, selector
 from jetrl_patch.config import Config
 from jetrl_patch.config.corrections import CORRECTIONS, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
-from jetrl_patch.registry import Journal
+from jetrl_patch.patching.patch import replacement
 
 if TYPE_CHECKING:
     from jetrl_patch.measure.mismatch import Applied
@@ -22,20 +21,17 @@ if TYPE_CHECKING:
 _ZERO = ("mean", "std", "eff_sample_size", "seq_mean", "seq_std", "seq_max", "seq_min")
 
 
-def compute_is_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def compute_is_metrics(original: Any, rollout_is_weights: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
     """Wrap verl's ``compute_is_metrics``, which divides by the sum of the squared weights."""
-
-    def compute_is_metrics(rollout_is_weights: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if bool(rollout_is_weights.any()):
-            return original(rollout_is_weights, *args, **kwargs)
-        # any weights but 0 will do: only the metrics that do not depend on them are kept
-        found: dict[str, float] = original(rollout_is_weights + 1.0, *args, **kwargs)
-        zero = [f"rollout_is_{name}" for name in _ZERO]
-        if kwargs.get("rollout_is") == "token":  # otherwise these two describe the plain ratios
-            zero += ["rollout_is_max", "rollout_is_min"]
-        return {**found, **dict.fromkeys(zero, 0.0), "rollout_is_seq_max_deviation": 1.0}
-
-    return compute_is_metrics
+    if bool(rollout_is_weights.any()):
+        return original(rollout_is_weights, *args, **kwargs)
+    # any weights but 0 will do: only the metrics that do not depend on them are kept
+    found: dict[str, float] = original(rollout_is_weights + 1.0, *args, **kwargs)
+    zero = [f"rollout_is_{name}" for name in _ZERO]
+    if kwargs.get("rollout_is") == "token":  # otherwise these two describe the plain ratios
+        zero += ["rollout_is_max", "rollout_is_min"]
+    return {**found, **dict.fromkeys(zero, 0.0), "rollout_is_seq_max_deviation": 1.0}
 
 
 # ---- QuRL's adaptive clipping range (ACR), an entry of verl's registry of policy losses ----
@@ -46,36 +42,22 @@ def compute_is_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 _NO_CAP = 1e9
 
 
-def register_acr(module: ModuleType, journal: Journal) -> None:
-    """Add the loss to ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
-    journal.set_item(
-        module.POLICY_LOSS_REGISTRY,
-        ACR_LOSS,
-        policy_loss,
-        target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
-        reason="verl has no policy loss with QuRL's adaptive clipping range (ACR)",
-    )
-
-
-def weights_and_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def weights_and_mask(
+    original: Any, old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``compute_rollout_correction_and_rejection_mask``: replace its weights by the plain ratio ρ. Both trainers call it.
 
     Mask and metrics stay verl's.
     """
+    weights, mask, found = original(old_log_prob, rollout_log_prob, response_mask, *args, **kwargs)
+    if weights is not None:
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-    def compute_rollout_correction_and_rejection_mask(
-        old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        weights, mask, found = original(old_log_prob, rollout_log_prob, response_mask, *args, **kwargs)
-        if _on() and weights is not None:
-            from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
-            log_ratio = old_log_prob - rollout_log_prob
-            ratio, _ = compute_rollout_correction_weights(log_ratio, response_mask, "token", _NO_CAP)
-            weights.batch["rollout_is_weights"] = ratio
-        return weights, mask, found
-
-    return compute_rollout_correction_and_rejection_mask
+        log_ratio = old_log_prob - rollout_log_prob
+        ratio, _ = compute_rollout_correction_weights(log_ratio, response_mask, "token", _NO_CAP)
+        weights.batch["rollout_is_weights"] = ratio
+    return weights, mask, found
 
 
 def policy_loss(
@@ -110,10 +92,6 @@ def policy_loss(
         "actor/ppo_kl": masked_mean(-change, response_mask).item(),
         "actor/pg_clipfrac_lower": masked_mean(at_dual.float(), response_mask).item(),
     }
-
-
-def _on() -> bool:
-    return session.active_with(lambda config: config.acr)
 
 
 # ---- The settings under ``algorithm.rollout_correction`` ----
@@ -226,9 +204,15 @@ def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> App
     return of_run(in_use(section), log_ratio, mask)
 
 
+def metrics(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> dict[str, float]:
+    """Return ``figures`` as metrics; empty where it returns None."""
+    found = figures(section, log_ratio, mask)
+    return {} if found is None else found.as_metrics()
+
+
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting of verl that contradicts the plugin's correction."""
-    section, loss = _section(verl_config), _loss_mode(verl_config)
+    section, loss = _section(verl_config), str(selector(verl_config)(f"{POLICY_LOSS}.loss_mode") or "vanilla")
     if is_bypassed(verl_config):
         yield from _bypass_problems(section, loss, config)
     if config.correction == "none":
@@ -287,7 +271,3 @@ def _section(verl_config: Any) -> Mapping[str, Any]:
     found = selector(verl_config)(CORRECTION)
     plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     return plain or {}
-
-
-def _loss_mode(verl_config: Any) -> str:
-    return str(selector(verl_config)(f"{POLICY_LOSS}.loss_mode") or "vanilla")

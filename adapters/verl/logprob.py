@@ -16,6 +16,7 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.patching.attached import Attached
+from jetrl_patch.patching.patch import replacement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,84 +51,69 @@ class PendingLogits:
         return dataclasses.replace(self, values=self.values.squeeze(dim))
 
 
-def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def scale_logits(original: Any, logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
     """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32.
 
-    The dtype of the result must not depend on the temperatures: verl concatenates the entropies of a rank's micro-batches, and
-    those of ranks that share sequences.
+    The dtype of the result must not depend on the temperatures, because verl concatenates the entropies of micro-batches and of
+    ranks that share sequences.
     """
-
-    def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
-        if is_unit_temperature:
-            return logits
-        temperature = temperature.clamp(min=1e-8).float()
-        if isinstance(logits, PendingLogits):
-            return dataclasses.replace(logits, temperature=temperature)
-        return logits.float() / temperature
-
-    return _scale_logits_by_temperature
+    if is_unit_temperature:
+        return logits
+    temperature = temperature.clamp(min=1e-8).float()
+    if isinstance(logits, PendingLogits):
+        return dataclasses.replace(logits, temperature=temperature)
+    return logits.float() / temperature
 
 
-def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def logprobs_from_logits(original: Any, logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
     """Replace ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
+    from jetrl_patch.exact.ops import token_log_probs
 
-    def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
-        from jetrl_patch.exact.ops import token_log_probs
-
-        if not isinstance(logits, PendingLogits):  # verl uses the logits elsewhere too
-            return token_log_probs(logits, labels)
-        return token_log_probs(logits.values, labels, logits.temperature, edit=logits.edit, reuse=inplace_backward)
-
-    return logprobs_from_logits
+    if not isinstance(logits, PendingLogits):  # verl uses the logits elsewhere too
+        return token_log_probs(logits, labels)
+    return token_log_probs(logits.values, labels, logits.temperature, edit=logits.edit, reuse=inplace_backward)
 
 
-def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: pass exact attention an upper bound of the sequences in a packed row.
+@replacement
+def prepare_model_inputs(original: Any, self: Any, micro_batch: Any) -> Any:
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: tell exact attention how many sequences a packed row has at most.
 
-    It is the number of the micro-batch's sequences, plus one for each padding token, plus one that a rank's slice may cut.
+    These are the micro-batch's sequences, one for each padding token, and one that a rank's slice may cut.
     """
+    from jetrl_patch.exact import attention
 
-    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
-        from jetrl_patch.exact import attention
-
-        inputs, arguments = original(self, micro_batch)
-        positions = inputs.get("position_ids")
-        if "pad_size" in arguments and positions is not None:  # verl pads packed rows only
-            attention.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
-        return inputs, arguments
-
-    return prepare_model_inputs
+    inputs, arguments = original(self, micro_batch)
+    positions = inputs.get("position_ids")
+    if "pad_size" in arguments and positions is not None:  # verl pads packed rows only
+        attention.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
+    return inputs, arguments
 
 
-def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def prepare_model_outputs(
+    original: Any, self: Any, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample.
 
     A verl that divides by the temperature in line, in the logits' dtype, gets FP32 logits.
     """
+    from jetrl_patch.adapters.verl.state import RECORD
 
-    def prepare_model_outputs(self: Any, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        from jetrl_patch.adapters.verl.state import RECORD
-
-        prepared, logits = RECORD.get(self), getattr(output, "logits", None)
-        if logits is None:
-            return original(self, output, output_args, micro_batch, *args, **kwargs)
-        outside = None if prepared is None else banned_columns(logits, prepared.vocabulary, prepared.banned)
-        in_line = wants_float_logits()
-        if prepared is None or in_line or not log_probs_alone(micro_batch, logits):
-            output.logits = ban(logits, outside)
-            if in_line and not _is_unit(output_args):
-                output.logits = output.logits.float()
-            return original(self, output, output_args, micro_batch, *args, **kwargs)
-        output.logits = PendingLogits(logits, None if outside is None else lambda block, rows: ban(block, outside))
+    prepared, logits = RECORD.get(self), getattr(output, "logits", None)
+    if logits is None:
         return original(self, output, output_args, micro_batch, *args, **kwargs)
-
-    return prepare_model_outputs
-
-
-def _is_unit(output_args: Any) -> bool:
-    """Whether every sample's temperature is 1: division by 1 is exact in any dtype."""
-    found = output_args.get("temperature_rmpad", output_args.get("temperature"))
-    return bool((found == 1.0).all())
+    outside = None if prepared is None else banned_columns(logits, prepared.vocabulary, prepared.banned)
+    in_line = wants_float_logits()
+    if prepared is None or in_line or not log_probs_alone(micro_batch, logits):
+        output.logits = ban(logits, outside)
+        temperatures = output_args.get("temperature_rmpad", output_args.get("temperature"))
+        if in_line and not bool((temperatures == 1.0).all()):  # dividing by 1 is exact in any dtype
+            output.logits = output.logits.float()
+        return original(self, output, output_args, micro_batch, *args, **kwargs)
+    output.logits = PendingLogits(logits, None if outside is None else lambda block, rows: ban(block, outside))
+    return original(self, output, output_args, micro_batch, *args, **kwargs)
 
 
 def log_probs_alone(micro_batch: Any, logits: Any) -> bool:
@@ -181,35 +167,24 @@ def ban(logits: Any, outside: Any) -> Any:
 
 
 # ---- verl's fused kernels (``use_fused_kernels``), in the same modes ----
-# They bypass ``lm_head``'s forward: the model returns log-probs and entropies that ``FusedLinearForPPO`` or a Triton kernel
-# computes from hidden states and the head's weight, a few rows at a time. Their matmul depends on the batch, they divide by the
-# temperature in BF16, and they ignore the tokens that verl bans in vLLM. Here ``FusedLinearForPPO`` keeps its interface and its
-# low memory, and computes what the unfused path computes: the run's own head, banned tokens, log-softmax in FP32.
+# They bypass ``lm_head``'s forward: ``FusedLinearForPPO`` or a Triton kernel computes log-probs and entropies from hidden states
+# and the head's weight, a few rows at a time. Their matmul depends on the batch, they divide by the temperature in BF16, and they
+# ignore the tokens that verl bans in vLLM. Here ``FusedLinearForPPO`` keeps its interface and its low memory, and computes what
+# the unfused path computes: the run's own head, banned tokens, log-softmax in FP32.
 
-_USED = f"{MODEL}.use_fused_kernels"
-#: the implementation that calls ``FusedLinearForPPO``
-_IMPLEMENTATION = f"{MODEL}.fused_kernel_options.impl_backend"
-#: the engine's record, on its model
+USED = f"{MODEL}.use_fused_kernels"
+#: only "torch" calls ``FusedLinearForPPO``
+IMPLEMENTATION = f"{MODEL}.fused_kernel_options.impl_backend"
+#: an engine's record, on its model
 _OF_MODEL: Attached[Prepared] = Attached("_jetrl_prepared", "verl's fused forward gets the model and no engine")
 
-#: the record of the model whose forward runs in this thread: verl passes ``FusedLinearForPPO`` only tensors
+#: the record of the model whose forward runs in this thread, because verl passes ``FusedLinearForPPO`` only tensors
 _running: ContextVar[Prepared | None] = ContextVar("jetrl_fused_model", default=None)
 
 
 def is_used(select: Select, config: Config) -> bool:
     """Whether verl would use fused kernels in a mode whose log-probs must equal the rollout's."""
-    return config.same_log_probs and bool(select(_USED))
-
-
-def wanted(select: Select, config: Config) -> dict[str, Any]:
-    """Return the verl setting that selects the replaced class: path -> value."""
-    return {_IMPLEMENTATION: "torch"} if is_used(select, config) else {}
-
-
-def notes(select: Select, config: Config) -> Iterator[str]:
-    """Yield the log line that says what replaces the fused kernels."""
-    if is_used(select, config):
-        yield f"{_USED}: log-probs and entropies come from the run's own head, in chunks, instead of verl's fused kernels"
+    return config.same_log_probs and bool(select(USED))
 
 
 def attach(engine: Any, module: Any, prepared: Prepared) -> None:
@@ -225,47 +200,35 @@ def check_model(hf_config: Any) -> None:
     name = None if family is None else family.logits_divisor
     if name is not None and getattr(hf_config, name, 1.0) != 1.0:
         required, found = "logits that lm_head alone computes", f"{name}={getattr(hf_config, name)}"
-        raise ModelError(explain(named(_USED), required=required, found=found, fix="set it to false"))
+        raise ModelError(explain(named(USED), required=required, found=found, fix="set it to false"))
 
 
 def check_fused(implementation: Any, hf_config: Any) -> None:
-    """Raise ModelError for a vision-language model with a fused implementation that has not been compared with the rollout."""
+    """Raise ModelError for a vision-language model with a fused implementation that was never compared with the rollout."""
     if is_vision_language(hf_config) and implementation != "torch":
-        what, found = f"{named(_USED)} with model_type={hf_config.model_type!r}", f"{_IMPLEMENTATION}={implementation!r}"
-        raise ModelError(explain(what, required="the implementation torch", found=found, fix=f"set {_IMPLEMENTATION}=torch"))
+        what, found = f"{named(USED)} with model_type={hf_config.model_type!r}", f"{IMPLEMENTATION}={implementation!r}"
+        raise ModelError(explain(what, required="the implementation torch", found=found, fix=f"set {IMPLEMENTATION}=torch"))
 
 
-def check_setting(select: Select, hf_config: Any) -> None:
-    """Raise ModelError as ``check_fused`` if verl's configuration asks for fused kernels."""
-    if select(_USED):
-        check_fused(select(_IMPLEMENTATION), hf_config)
-
-
-def forward_with_gathered_head(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def forward_with_gathered_head(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a model's ``forward_with_torch_backend``: gather the head, because it multiplies by ``lm_head.weight`` directly."""
+    with gathered(self.lm_head):
+        return original(self, *args, **kwargs)
 
-    def forward_with_torch_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+@replacement
+def forward_with_torch_backend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply, and gather a sharded head."""
+    prepared = _OF_MODEL.get(self)
+    if prepared is None:
+        return original(self, *args, **kwargs)
+    token = _running.set(prepared)
+    try:
         with gathered(self.lm_head):
             return original(self, *args, **kwargs)
-
-    return forward_with_torch_backend
-
-
-def forward_with_torch_backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply, and gather a sharded head."""
-
-    def forward_with_torch_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared = _OF_MODEL.get(self)
-        if prepared is None:
-            return original(self, *args, **kwargs)
-        token = _running.set(prepared)
-        try:
-            with gathered(self.lm_head):
-                return original(self, *args, **kwargs)
-        finally:
-            _running.reset(token)
-
-    return forward_with_torch_backend
+    finally:
+        _running.reset(token)
 
 
 @contextlib.contextmanager
@@ -289,29 +252,26 @@ def gathered(head: Any) -> Iterator[None]:
             head.reshard()
 
 
-def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def forward(
+    original: Any, self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Replace ``FusedLinearForPPO.forward`` for a converted model: hidden states [..., K], head [V, K], labels [...].
 
     Returns log-probs and entropies, float32 [...].
     """
+    prepared = _running.get()
+    if prepared is None:
+        return original(self, hidden_states, vocab_weights, input_ids, temperature)
+    from jetrl_patch.exact.logprob import chunked_log_probs
 
-    def forward(
-        self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        prepared = _running.get()
-        if prepared is None:
-            return original(self, hidden_states, vocab_weights, input_ids, temperature)
-        from jetrl_patch.exact.logprob import chunked_log_probs
+    product = product_of(session.active_config())
 
-        product = product_of(session.active_config())
+    def logits_of(h_TK: Tensor, w_VK: Tensor) -> Tensor:
+        logits = product(h_TK, w_VK)
+        return ban(logits, banned_columns(logits, prepared.vocabulary, prepared.banned))
 
-        def logits_of(h_TK: Tensor, w_VK: Tensor) -> Tensor:
-            logits = product(h_TK, w_VK)
-            return ban(logits, banned_columns(logits, prepared.vocabulary, prepared.banned))
-
-        return chunked_log_probs(hidden_states, vocab_weights, input_ids, logits_of, temperature, self.chunk_size)
-
-    return forward
+    return chunked_log_probs(hidden_states, vocab_weights, input_ids, logits_of, temperature, self.chunk_size)
 
 
 def product_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:

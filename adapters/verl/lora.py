@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import megatron
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named, runs
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.models.structure import require_attention
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
 # ---- LoRA: the trainer computes with merged weights, and the sync sends them as full weights ----
 # By default verl serves the adapters in vLLM. With ``model.lora.merge``, which the driver sets, its sync sends merged weights
-# under plain names. verl merges the FP32 parameters in place, gathers them, and restores them from a copy; the merged values
-# differ from those that the trainer's layers compute with. The plugin only reads the state dict, and merges each weight with
-# ``fp8.lora.merged_weight`` as it is sent.
-#
-# The reference model of a run with LoRA is the actor with its adapters disabled: its layers compute with W.
+# under plain names. verl merges the FP32 parameters in place and restores them from a copy, and the merged values differ from
+# those that the trainer's layers compute with. The plugin only reads the state dict, and merges each weight with
+# ``fp8.lora.merged_weight`` as it is sent. The reference model of such a run is the actor with its adapters disabled.
 
 _RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.merge"
 
@@ -62,7 +61,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         return
     yield from broken(WITH_ADAPTERS, select, config, named)
     used = named(_RANK if positive(select(_RANK) or 0) else _PATH)
-    if megatron.is_chosen(select, config):
+    if runs(megatron.STRATEGY, select, config):
         found = "an adapter with Megatron"
         yield ConflictError(explain(used, required="full weights", found=found, fix="remove it, or set strategy=fsdp2"))
     for name, why in _UNSUPPORTED.items():
@@ -73,7 +72,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def check_model(hf_config: Any, select: Select, config: Config) -> None:
-    """Raise ModelError for adapters of a model with delta nets: they have not been compared with the rollout."""
+    """Raise ModelError for adapters of a model with delta nets, which were never compared with the rollout."""
     if config.quantized_rollout and _is_used(select):
         _check_attention(hf_config)
 
@@ -89,53 +88,41 @@ def wanted(select: Select, config: Config) -> Mapping[str, Any]:
     """
     if not config.quantized_rollout or not _is_used(select):
         return {}
-    found: dict[str, Any] = {_MERGE: True}
-    if not positive(select(_RANK) or 0):
-        found[_RANK] = _rank_of(str(select(_PATH)))
-    return found
-
-
-def _rank_of(adapter: str) -> int:
-    """Return the rank of a local adapter; 1 for an adapter that the workers will download."""
-    file = os.path.join(os.path.expanduser(adapter), "adapter_config.json")
-    if not os.path.isfile(file):
-        return 1
+    if positive(select(_RANK) or 0):
+        return {_MERGE: True}
+    file = os.path.join(os.path.expanduser(str(select(_PATH))), "adapter_config.json")
+    if not os.path.isfile(file):  # the workers will download the adapter
+        return {_MERGE: True, _RANK: 1}
     with open(file) as text:
-        return int(json.load(text).get("r") or 1)
+        return {_MERGE: True, _RANK: int(json.load(text).get("r") or 1)}
 
 
-def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def build_lora_module(original: Any, self: Any, module: Any) -> Any:
     """Wrap ``FSDPEngine._build_lora_module``: check the adapters, and make FP8 layers compute with merged weights.
 
     Raises ConfigError for adapters other than plain LoRA, ModelError as ``check_model``.
     """
+    from jetrl_patch.adapters.verl.state import RECORD
 
-    def _build_lora_module(self: Any, module: Any) -> Any:
-        from jetrl_patch.adapters.verl.state import RECORD
+    config, prepared = session.active_config(), RECORD.get(self)
+    if prepared is None or not config.quantized_rollout:
+        return original(self, module)
+    from jetrl_patch.fp8.lora import adopt
 
-        config, prepared = session.active_config(), RECORD.get(self)
-        if prepared is None or not config.quantized_rollout:
-            return original(self, module)
-        from jetrl_patch.fp8.lora import adopt
-
-        _check_attention(module.config)
-        built = original(self, module)
-        prepared.adapters = adopt(built, merge=config.fp8_train)
-        return built
-
-    return _build_lora_module
+    _check_attention(module.config)
+    built = original(self, module)
+    prepared.adapters = adopt(built, merge=config.fp8_train)
+    return built
 
 
-def merged_lora_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def merged_lora_per_tensor_param(original: Any, self: Any) -> Any:
     """Replace ``FSDPEngine._merged_lora_per_tensor_param``: the same names, with the weights that the layers compute with."""
+    from jetrl_patch.adapters.verl.state import RECORD
 
-    def _merged_lora_per_tensor_param(self: Any) -> Any:
-        from jetrl_patch.adapters.verl.state import RECORD
-
-        adapters = getattr(RECORD.get(self), "adapters", None)
-        return original(self) if adapters is None else _merged(self, adapters)
-
-    return _merged_lora_per_tensor_param
+    adapters = getattr(RECORD.get(self), "adapters", None)
+    return original(self) if adapters is None else _merged(self, adapters)
 
 
 def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, Any]]:
@@ -162,7 +149,7 @@ def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, A
 def check_resumed(folder: Any, model: Any, config: Config) -> None:
     """Raise ConfigError if rank or alpha of a checkpoint's adapters differ from the model's, unless ``resume_any`` is set.
 
-    verl compares neither, and a different alpha would rescale everything that the adapters have learned.
+    verl compares neither, and another alpha would rescale all that the adapters have learned.
     """
     file = os.path.join(str(folder), record.ADAPTERS)
     adapters = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", None)
@@ -180,9 +167,9 @@ def check_resumed(folder: Any, model: Any, config: Config) -> None:
 
 # ---- The FP8 all-gather of verl's FSDP2 engine: mark the weights, and refuse other strategies ----
 
-#: one process builds the actor and the reference
-_STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")
-_RULES = tuple(Rule(path, other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all") for path in _STRATEGIES)
+_RULES = tuple(
+    Rule(f"{path}.strategy", other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all") for path in (ACTOR, REF)
+)
 
 
 def gather_problems(select: Select, config: Config) -> Iterator[JetrlError]:

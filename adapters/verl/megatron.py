@@ -3,10 +3,10 @@
 Megatron builds its layers from TransformerEngine (``jetrl_patch.backends.transformer_engine``). With ``fp8=e4m3`` and
 ``fp8_recipe=blockwise`` they compute in the same format as the rollout's backend "te".
 
-FP8 parameters (``fp8_param``) are refused. Megatron initializes the FP32 masters of an FP8 parameter from values that
-TransformerEngine keeps when it creates the parameter. verl 0.9.1 loads the checkpoint after that and never reloads the masters,
-so the first optimizer step would start from the wrong weights. BF16 parameters do not have this problem. For the weight sync
-TransformerEngine's own quantizer makes the bytes.
+FP8 parameters (``fp8_param``) are refused. Megatron initializes their FP32 masters from values that TransformerEngine keeps when
+it creates a parameter. verl 0.9.1 loads the checkpoint after that and never reloads the masters, so the first optimizer step
+would start from the wrong weights. BF16 parameters do not have this problem; for the weight sync, TransformerEngine's own
+quantizer makes the bytes.
 """
 
 from __future__ import annotations
@@ -74,18 +74,9 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def is_chosen(select: Select, config: Config) -> bool:
-    """Whether Megatron trains the actor or the reference, in a mode with a quantized rollout."""
-    return runs(STRATEGY, select, config)
-
-
 def chosen(select: Select, asked: Config) -> Config:
-    """Return the settings with ``align="linear"`` and ``backend="te"``, which Megatron needs, where the user left them open.
-
-    Args:
-        asked: the settings before they were resolved.
-    """
-    if not asked.fp8_train or not is_chosen(select, asked):
+    """Set ``align="linear"`` and ``backend="te"``, which Megatron needs, in the unresolved settings ``asked`` if left open."""
+    if not asked.fp8_train or not runs(STRATEGY, select, asked):
         return asked
     needed = {"align": "linear", "backend": "te"}
     return asked.replace(**{name: value for name, value in needed.items() if getattr(asked, name) == SETTINGS[name].default})
@@ -106,18 +97,16 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (setting, required, found, fix) for the plugin's own settings. ``NEEDED`` makes a single error."""
+    """Yield (setting, required, found, fix) for each wrong setting of the plugin; one for all of ``NEEDED``."""
     align = config.resolved_align if config.fp8_train else config.align or NEEDED["align"]  # unset in other precisions
     found = {"precision": config.precision, "align": align, "backend": config.backend}
     wrong = [name for name, value in NEEDED.items() if found[name] != value]
     if wrong:
-        yield (
-            ", ".join(f"{name}={found[name]!r}" for name in wrong),
-            f"{', '.join(f'{name}={value!r}' for name, value in NEEDED.items())} (Megatron has its own norm, RoPE and attention, "
-            "and its FP8 layers are TransformerEngine's)",
-            ", ".join(f"{name}={found[name]!r}" for name in wrong),
-            f"set {' '.join(f'{SETTINGS[name].variable}={NEEDED[name]}' for name in NEEDED)}, or strategy=fsdp2",
-        )
+        value = ", ".join(f"{name}={found[name]!r}" for name in wrong)
+        required = f"{', '.join(f'{name}={value!r}' for name, value in NEEDED.items())} (Megatron has its own norm, RoPE and "
+        required += "attention, and its FP8 layers are TransformerEngine's)"
+        variables = " ".join(f"{SETTINGS[name].variable}={needed}" for name, needed in NEEDED.items())
+        yield value, required, value, f"set {variables}, or strategy=fsdp2"
     if config.sync == "delta":
         yield "sync='delta'", "sync='full' (untested with Megatron's export)", "'delta'", "drop sync, or set strategy=fsdp2"
     if not config.fp8_train:
@@ -155,10 +144,8 @@ def wanted(select: Select) -> dict[str, Any]:
 def check_model(hf_config: Any, trainer_tp: int) -> None:
     """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers.
 
-    ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank.
-
-    Raises:
-        ModelError: the family is unsupported, or a block would contain rows of two layers. The error names all such widths.
+    ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank. Raises ModelError if the
+    family is unsupported, or if a block would contain rows of two layers; the error names all such widths.
     """
     family = getattr(hf_config, "model_type", None)
     if family not in covering("megatron"):

@@ -7,62 +7,45 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import old_log_probs, routes, state, sync
-from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
+from jetrl_patch.adapters.verl.correction import metrics as correction_metrics
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.measure.mismatch import Mismatch, Sums
-from jetrl_patch.patching.patch import gated
-from jetrl_patch.trainer.audit import (
-    Compared,
-    hold,
-    hold_figures,
-    say_if_nothing,
-    step_metrics,
-    sync_metrics,
-    version_metrics,
-)
+from jetrl_patch.patching.patch import gated, replacement
+from jetrl_patch.trainer.audit import Compared, hold, hold_figures, say_if_nothing, step_metrics, sync_metrics
 from jetrl_patch.trainer.rules import MARK
 
 
-def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def v0_old_log_prob(original: Any, self: Any, batch: Any) -> Any:
     """Wrap ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
-
-    def _compute_old_log_prob(self: Any, batch: Any) -> Any:
-        if session.active_config().skips_old_pass:
-            taken = old_log_probs.instead_v0(original, self, batch)
-            if taken is not None:
-                return taken
-        result = original(self, batch)
-        rollout = batch.batch.get("rollout_log_probs", None)
-        if rollout is None:
-            _without_log_probs(session.active_config())
-        else:
-            current = state.are_current(state.of_batch(batch), unknown=state.are_of_one(self.config))
-            note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
-        return result
-
-    return _compute_old_log_prob
+    if session.active_config().skips_old_pass:
+        taken = old_log_probs.instead_v0(original, self, batch)
+        if taken is not None:
+            return taken
+    result = original(self, batch)
+    rollout = batch.batch.get("rollout_log_probs", None)
+    if rollout is None:
+        _without_log_probs(session.active_config())
+    else:
+        current = state.are_current(state.of_batch(batch), unknown=state.are_of_one(self.config))
+        note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
+    return result
 
 
-def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def separate_log_prob(original: Any, self: Any, batch: Any) -> Any:
     """Wrap ``SeparateRayPPOTrainer._fit_compute_log_prob``: in bypass mode, note which samples are of the current weights."""
-
-    def _fit_compute_log_prob(self: Any, batch: Any) -> Any:
-        if is_bypassed(self.config):
-            current = state.are_current(state.of_batch(batch), unknown=False)
-            DRIVER.current.append((current, batch.batch["response_mask"].sum(1).tolist()))
-        return original(self, batch)
-
-    return _fit_compute_log_prob
+    if is_bypassed(self.config):
+        current = state.are_current(state.of_batch(batch), unknown=False)
+        DRIVER.current.append((current, batch.batch["response_mask"].sum(1).tolist()))
+    return original(self, batch)
 
 
 def _without_log_probs(config: Config) -> None:
-    """Report samples without log-probs, which verl's V0 trainer accepts: the two sides cannot be compared.
-
-    Raises ConfigError in exact mode, where equality must be checked.
-    """
+    """Warn of samples without log-probs, which verl's V0 trainer accepts. In exact mode, raise ConfigError."""
     if config.exact:
         what, required = "samples of an agent loop with align='exact'", "response_logprobs for every token, from the rollout"
         fix = "return response_logprobs in AgentLoopOutput, or use align='linear'"
@@ -70,30 +53,27 @@ def _without_log_probs(config: Config) -> None:
     _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
 
 
-def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def v1_old_log_prob(original: Any, self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
     """Wrap ``PPOTrainer._compute_old_log_prob`` (trainer V1, which keeps its batches in the TransferQueue)."""
+    bypassed = is_bypassed(self.config)
+    if session.active_config().skips_old_pass and not bypassed:
+        taken = old_log_probs.instead_v1(original, self, batch)
+        if taken is not None:
+            return taken
+    result = original(self, batch, metrics)
+    current = state.are_current(state.of_tags(batch.tags), unknown=state.are_of_one(self.config))
+    if bypassed:  # old and rollout log-probs are the same tensor; the loss compares
+        DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
+    else:
+        import transfer_queue
 
-    def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        bypassed = is_bypassed(self.config)
-        if session.active_config().skips_old_pass and not bypassed:
-            taken = old_log_probs.instead_v1(original, self, batch)
-            if taken is not None:
-                return taken
-        result = original(self, batch, metrics)
-        current = state.are_current(state.of_tags(batch.tags), unknown=state.are_of_one(self.config))
-        if bypassed:  # old and rollout log-probs are the same tensor; the loss compares
-            DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
-        else:
-            import transfer_queue
-
-            fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-            data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-            padded = data.to_padded_tensor()
-            old, rollout, mask = (padded[field] for field in fields)
-            note_mismatch(self.config, old, rollout, mask, current)
-        return result
-
-    return _compute_old_log_prob
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        padded = data.to_padded_tensor()
+        old, rollout, mask = (padded[field] for field in fields)
+        note_mismatch(self.config, old, rollout, mask, current)
+    return result
 
 
 def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: Any) -> None:
@@ -106,32 +86,30 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: A
     """
     DRIVER.compared.add(trainer, rollout, mask, current)
     found, of_current = DRIVER.compared.figures()
-    corrected = correction_figures(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
-    DRIVER.metrics.update(step_metrics(found, {} if corrected is None else corrected.as_metrics()))
-    DRIVER.metrics.update(version_metrics(found, of_current))
+    corrected = correction_metrics(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
+    DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     hold(trainer, rollout, mask, current, session.active_config())
 
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
     """Keep what the losses of a step measured. The correction's metrics override the mismatch's.
 
-    A loss does not know which weights made a sample. If all are current, this raises AuditError as ``note_mismatch`` does, but
-    after the update. If some are older, equality is not promised and nothing is raised.
+    A loss does not know which weights made a sample. If all samples are current, this raises AuditError as ``note_mismatch``
+    does, but after the update. If some are older, equality is not promised and nothing is raised.
     """
     rows, DRIVER.current = DRIVER.current, []
     stale = sum(tokens for current, counts in rows for fresh, tokens in zip(current.tolist(), counts) if not fresh)
-    DRIVER.metrics.update(step_metrics(found, corrected))
+    DRIVER.metrics.update(step_metrics(found, corrected, None if stale else found))
     if stale:
         DRIVER.metrics["jetrl/stale_fraction"] = stale / sum(sum(counts) for _, counts in rows)
     else:
-        DRIVER.metrics.update(version_metrics(found, found))
         hold_figures(found, session.active_config())
 
 
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``CheckpointEngineManager.update_weights``: collect a report from every worker.
 
-    verl discards what the workers return from a sync to a colocated rollout. After a sync over a checkpoint engine it merges
+    verl discards what the workers return after a sync to a colocated rollout. After a sync over a checkpoint engine it merges
     their dictionaries, so each worker uses its own key. verl's ``auto_await`` inspects its caller, so it stays outermost.
     """
     from verl.utils.ray_utils import auto_await
@@ -140,23 +118,21 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return auto_await(gated(_collected(update_weights), update_weights, session.is_active))
 
 
-def _collected(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def update_weights(self: Any, global_steps: int | None = None) -> Any:
-        import ray
+@replacement
+async def _collected(original: Any, self: Any, global_steps: int | None = None) -> Any:
+    import ray
 
-        if self.backend == "naive":
-            results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
-            others: dict[str, Any] = {}
-        else:
-            if session.active_config().sync == "delta":
-                await sync.announce(self, session.active_config())
-            merged = await original(self, global_steps)
-            results, others = split_reports(merged or {}, self.actor_wg.world_size)
-        note_sync(results)
-        DRIVER.version = global_steps
-        return others
-
-    return update_weights
+    if self.backend == "naive":
+        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
+        others: dict[str, Any] = {}
+    else:
+        if session.active_config().sync == "delta":
+            await sync.announce(self, session.active_config())
+        merged = await original(self, global_steps)
+        results, others = split_reports(merged or {}, self.actor_wg.world_size)
+    note_sync(results)
+    DRIVER.version = global_steps
+    return others
 
 
 def split_reports(merged: dict[str, Any], workers: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -196,20 +172,17 @@ def _warn(line: str) -> None:
     print(f"jetrl_patch: WARNING: {line}", flush=True)
 
 
-def log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step, and drop those of a skipped pass.
+@replacement
+def log(original: Any, self: Any, data: Any, step: Any, backend: Any = None) -> Any:
+    """Wrap ``Tracking.log``: add the plugin's metrics to a training step's line, and drop those of a skipped pass.
 
-    Figures of batches that the losses compare (``DRIVER.current``) arrive with the next sync.
+    What the losses compare (``DRIVER.current``) arrives with the next sync.
     """
-
-    def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
-        if "training/global_step" in data:
-            unknown, DRIVER.unknown = DRIVER.unknown, ()
-            DRIVER.compared = Compared()
-            ours = DRIVER.take()
-            if "jetrl/tokens" in ours or not DRIVER.current:
-                ours = say_if_nothing(ours, _warn)
-            data = {**{name: value for name, value in data.items() if name not in unknown}, **ours}
-        return original(self, data, step, backend)
-
-    return log
+    if "training/global_step" in data:
+        unknown, DRIVER.unknown = DRIVER.unknown, ()
+        DRIVER.compared = Compared()
+        ours = DRIVER.take()
+        if "jetrl/tokens" in ours or not DRIVER.current:
+            ours = say_if_nothing(ours, _warn)
+        data = {**{name: value for name, value in data.items() if name not in unknown}, **ours}
+    return original(self, data, step, backend)

@@ -8,20 +8,22 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import logprob, megatron, precision, routes, ulysses, veomni, vision
+from jetrl_patch.adapters.verl import logprob, megatron, routes, ulysses, veomni, vision
 from jetrl_patch.adapters.verl.lora import mark_layers
 from jetrl_patch.adapters.verl.state import RECORD, WORKER, Prepared
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8 import scaling
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.protocol import Terms
-from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
+from jetrl_patch.sync.send import NamedTensor, SyncStats, check_fits, quantized_stream
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.source import Source, convert
 
 if TYPE_CHECKING:
@@ -32,32 +34,31 @@ if TYPE_CHECKING:
 
 # ---- FSDP1 and FSDP2: convert after loading, before verl wraps the model for LoRA, QAT or FSDP ----
 
-def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def build_module(original: Any, self: Any) -> Any:
     """Wrap ``FSDPEngine._build_module``. Critics (value models) are not converted."""
-
-    def _build_module(self: Any) -> Any:
-        module, config = original(self), session.active_config()
-        if self.model_config.model_type == "language_model":
-            precision.check_model(module)
-            recorder, replay = routes.observers(self, module)
-            prepared = prepare(module, config, self)
-            prepared.recorder, prepared.replay = recorder, replay
-            RECORD.set(self, prepared)
-            logprob.attach(self, module, prepared)
-            mark_layers(self, module, prepared.layers, config)
-            if self.engine_config.forward_only:
-                WORKER.followers.add(prepared)
-        if config.exact:
-            ulysses.share(module, self)
-        return module
-
-    return _build_module
+    module, config = original(self), session.active_config()
+    if self.model_config.model_type == "language_model":
+        if scales_loss():  # meta tensors are checked on the rank that has loaded them
+            check_fits(module.named_parameters(), f"the checkpoint of {type(module).__name__}")
+        recorder, replay = routes.observers(self, module)
+        prepared = prepare(module, config, self)
+        prepared.recorder, prepared.replay = recorder, replay
+        RECORD.set(self, prepared)
+        logprob.attach(self, module, prepared)
+        mark_layers(self, module, prepared.layers, config)
+        if self.engine_config.forward_only:
+            WORKER.followers.add(prepared)
+    if config.exact:
+        ulysses.share(module, self)
+    return module
 
 
 def prepare(module: Any, config: Config, engine: Any) -> Prepared:
     """Convert the loaded model of verl's ``engine`` in place, and return what the weight sync needs to know about it."""
     from verl.utils.device import get_device_name
     from verl.utils.model import convert_weight_keys
+    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
     if config.quantized_rollout:
         vision.check_worker(module.config, engine)  # for a model whose folder the driver could not read
@@ -66,66 +67,41 @@ def prepare(module: Any, config: Config, engine: Any) -> Prepared:
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
     reference = bool(engine.engine_config.forward_only)
     source = convert(module, config, shapes, reference=reference, device_type=get_device_name(), **sizes)
-    return Prepared(**vars(source), vocabulary=_vocabulary(engine.model_config), banned=_banned(engine.model_config))
+    tokenizer, processor = (getattr(engine.model_config, name, None) for name in ("tokenizer", "processor"))
+    vocabulary = None if tokenizer is None else len(tokenizer)
+    return Prepared(**vars(source), vocabulary=vocabulary, banned=list(get_vision_placeholder_token_ids(processor)))
 
 
-def _vocabulary(model_config: Any) -> int | None:
-    tokenizer = getattr(model_config, "tokenizer", None)
-    return None if tokenizer is None else len(tokenizer)
+@replacement
+def forward_backward_batch(original: Any, self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+    """Wrap ``FSDPEngine.forward_backward_batch``, which runs the micro-batches of an update: FP8 layers quantize a weight once.
 
-
-def _banned(model_config: Any) -> list[int]:
-    """Return the tokens that verl's rollout never samples: vision placeholders."""
-    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
-
-    return list(get_vision_placeholder_token_ids(getattr(model_config, "processor", None)))
-
-
-def forward_backward_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine.forward_backward_batch``, which runs all micro-batches of an update: no weight changes meanwhile.
-
-    So the FP8 layers quantize each weight once. This does not apply to ranks that share the weights and free them after each
-    layer: keeping the bytes of all layers would use the memory that freeing saves. Such ranks quantize what they gather, or set
-    ``fp8_all_gather``. With ``reshard_after_forward=False`` they hold whole BF16 weights (2 bytes each) until the backward pass;
-    the FP8 bytes add 2 more.
+    This does not apply to ranks that free gathered weights after each layer: keeping the bytes of all layers would use the memory
+    that freeing saves. Such ranks quantize what they gather, or set ``fp8_all_gather``. With ``reshard_after_forward=False``
+    ranks hold whole BF16 weights (2 bytes each) until the backward pass; the FP8 bytes add 2 more.
     """
+    from jetrl_patch.fp8.unchanged import unchanged_weights
 
-    def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        from jetrl_patch.fp8.unchanged import unchanged_weights
-
-        whole = self.device_mesh.size(-1) == 1 or not self.engine_config.reshard_after_forward
-        with unchanged_weights(self.module, gradients=not forward_only) if whole else contextlib.nullcontext():
-            return original(self, data, loss_function, forward_only)
-
-    return forward_backward_batch
+    whole = self.device_mesh.size(-1) == 1 or not self.engine_config.reshard_after_forward
+    with unchanged_weights(self.module, gradients=not forward_only) if whole else contextlib.nullcontext():
+        return original(self, data, loss_function, forward_only)
 
 
-def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def compare_scales(original: Any, self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``FSDPEngine.load_checkpoint``: compare ``invariant_scale`` with the config.json next to its shards.
 
     Does not cover a checkpoint that verl fetches from HDFS during the load.
     """
-
-    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if RECORD.get(self) is not None:
-            found, recorded = recorded_in(local_path)
-            if found:
-                scaling.take_over(self.module.config, recorded, str(local_path))
-        return original(self, local_path, *args, **kwargs)
-
-    return load_checkpoint
-
-
-def recorded_in(local_path: Any) -> tuple[bool, float | None]:
-    """Return whether the checkpoint has a config.json, and the factor recorded there."""
     file = os.path.join(str(local_path or ""), "huggingface", "config.json")
-    if not os.path.isfile(file):
-        return False, None
-    with open(file) as text:
-        return True, json.load(text).get(scaling.RECORD)
+    if RECORD.get(self) is not None and os.path.isfile(file):
+        with open(file) as text:
+            recorded = json.load(text).get(scaling.RECORD)
+        scaling.take_over(self.module.config, recorded, str(local_path))
+    return original(self, local_path, *args, **kwargs)
 
 
-# ---- VeOmni: convert before the model is sharded, and check where verl's engine would be silent ----
+# ---- VeOmni: convert before the model is sharded, and check what verl's engine does not ----
 # ``VeOmniEngine._build_model_optimizer`` → ``build_parallelize_model`` (the model has no memory yet; VeOmni shards it, then loads
 # the checkpoint) → ``get_per_tensor_param`` (whole tensors under Hugging Face names) → the same sync as with FSDP.
 
@@ -135,52 +111,39 @@ _building: ContextVar[Any] = ContextVar("jetrl_veomni_engine", default=None)
 _PLACES = {"image_token_id": "IMAGE_INPUT_INDEX", "video_token_id": "VIDEO_INPUT_INDEX"}
 
 
-def build_model_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def build_model_optimizer(original: Any, self: Any) -> Any:
     """Wrap ``VeOmniEngine._build_model_optimizer``: note whose model ``build_parallelize_model`` gets."""
-
-    def _build_model_optimizer(self: Any) -> Any:
-        token = _building.set(self)
-        try:
-            return original(self)
-        finally:
-            _building.reset(token)
-
-    return _build_model_optimizer
+    token = _building.set(self)
+    try:
+        return original(self)
+    finally:
+        _building.reset(token)
 
 
-def build_parallelize_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap VeOmni's ``build_parallelize_model`` in verl's engine. Critics (value models) are not converted."""
+@replacement
+def build_parallelize_model(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap VeOmni's ``build_parallelize_model`` in verl's engine. Critics (value models) are not converted.
 
-    def build_parallelize_model(module: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = _building.get()
-        if engine is not None and engine.model_config.model_type == "language_model":
-            prepare_veomni(engine, module)
-        return original(module, *args, **kwargs)
-
-    return build_parallelize_model
-
-
-def prepare_veomni(engine: Any, module: Any) -> None:
-    """Convert an engine's model in place, and store on the engine what the weight sync needs to know about it.
-
-    Raises:
-        ModelError: the family is not covered, the model is not of VeOmni's own class, or verl would not find its images.
+    Raises ModelError if the family is not covered, the model is not of VeOmni's own class, or verl would not find its images.
     """
-    config = session.active_config()
-    if config.quantized_rollout:
-        veomni.check_model(module.config)
-        _check_modelling(module)
-        _check_places(module.config)
-    prepared = prepare(module, config, engine)
-    RECORD.set(engine, prepared)
-    if config.fp8_train:
-        _use_fp8_experts(prepared.experts)
-    if engine.engine_config.forward_only:
-        WORKER.followers.add(prepared)
+    engine, config = _building.get(), session.active_config()
+    if engine is not None and engine.model_config.model_type == "language_model":
+        if config.quantized_rollout:
+            veomni.check_model(module.config)
+            _check_modelling(module)
+            _check_places(module.config)
+        prepared = prepare(module, config, engine)
+        RECORD.set(engine, prepared)
+        if config.fp8_train:
+            _use_fp8_experts(prepared.experts)
+        if engine.engine_config.forward_only:
+            WORKER.followers.add(prepared)
+    return original(module, *args, **kwargs)
 
 
 class Fp8Experts:
-    """Experts that compute in FP8 instead of with VeOmni's kernels. VeOmni's class bypasses transformers' registry of kernels."""
+    """Experts that compute in FP8 instead of with VeOmni's kernels, which transformers' registry of kernels does not reach."""
 
     jetrl_experts: Experts
     gate_up_proj: Tensor
@@ -256,16 +219,13 @@ class MegatronSource(Source):
         return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
 
 
-def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def build_megatron_module(original: Any, self: Any) -> Any:
     """Wrap ``MegatronEngine._build_megatron_module``. Critics (value models) are not checked."""
-
-    def _build_megatron_module(self: Any) -> Any:
-        module, config = original(self), session.active_config()
-        if self.model_config.model_type == "language_model" and config.quantized_rollout:
-            RECORD.set(self, prepare_megatron(self, module, config))
-        return module
-
-    return _build_megatron_module
+    module, config = original(self), session.active_config()
+    if self.model_config.model_type == "language_model" and config.quantized_rollout:
+        RECORD.set(self, prepare_megatron(self, module, config))
+    return module
 
 
 def prepare_megatron(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:

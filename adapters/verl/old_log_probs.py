@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import state
-from jetrl_patch.adapters.verl.correction import figures as correction_figures
+from jetrl_patch.adapters.verl import correction, state
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
 from jetrl_patch.errors import AuditError, explain
-from jetrl_patch.registry import Journal
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
 
 if TYPE_CHECKING:
@@ -23,59 +21,41 @@ if TYPE_CHECKING:
 
 # ---- verl's bypass mode, which runs no separate forward pass for the trainer's log-probs: measure the mismatch ----
 # ``old_log_probs`` are the rollout's, and only the loss sees both sides. The first mini-batch after a weight sync runs with the
-# weights that sampled it, so its loss compares. The sums reach the trainer loop in the worker's report of the next sync, which
-# verl runs in the same step, before it logs.
+# weights that sampled it, so its loss compares. The sums reach the trainer loop in the worker's report of the step's next sync,
+# before verl logs.
 
-#: verl's name of the loss; also the key of the sums in a worker's report
+#: verl's name of the loss, and the key of its sums in a worker's report
 LOSS = "bypass_mode"
-#: why the loss is wrapped, and until when
-BYPASS_REASON = "in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch"
-BYPASS_REMOVE = (
-    "verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a step only"
-)
 
 
-def register_bypass(module: ModuleType, journal: Journal) -> None:
-    """Wrap the bypass loss in ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
-    registry, target = module.POLICY_LOSS_REGISTRY, f"{module.__name__}.POLICY_LOSS_REGISTRY[{LOSS!r}]"
-    wrapped = measured(registry[LOSS])
-    journal.set_item(registry, LOSS, wrapped, target=target, reason=BYPASS_REASON, remove_when=BYPASS_REMOVE)
-
-
-def measured(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def measured(
+    original: Any, old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, config: Any, **kwargs: Any
+) -> Any:
     """Wrap verl's loss: record the mismatch while the weights are those that sampled."""
-
-    def compute_policy_loss_bypass_mode(
-        old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, config: Any, **kwargs: Any
-    ) -> Any:
-        if session.is_active() and WORKER.measuring:
-            WORKER.compared = True
-            WORKER.measured.append(measure(log_prob, old_log_prob, response_mask, config.policy_loss))
-        return original(old_log_prob, log_prob, advantages, response_mask, *args, config=config, **kwargs)
-
-    return compute_policy_loss_bypass_mode
+    if session.is_active() and WORKER.measuring:
+        WORKER.compared = True
+        WORKER.measured.append(measure(log_prob, old_log_prob, response_mask, config.policy_loss))
+    return original(old_log_prob, log_prob, advantages, response_mask, *args, config=config, **kwargs)
 
 
 def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -> tuple[Any, Any]:
-    """Return the sums of the mismatch over one micro-batch, and the effect of the correction (None if it has no name)."""
+    """Return the sums of the mismatch over one micro-batch, and the correction's effect (None if it has no name)."""
     from jetrl_patch.measure.mismatch import sums
 
     log_ratio = log_prob.detach() - rollout_log_prob
-    corrected = correction_figures(policy_loss.get("rollout_correction", None), log_ratio, mask)
+    corrected = correction.figures(policy_loss.get("rollout_correction", None), log_ratio, mask)
     return sums(log_prob.float(), rollout_log_prob.float(), mask), corrected
 
 
-def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def train_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``TrainingWorker.train_batch``: after an optimizer step the losses no longer compare."""
-
-    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            if WORKER.compared:  # false in a critic's batch
-                WORKER.measuring = WORKER.compared = False
-
-    return train_batch
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        if WORKER.compared:  # false in a critic's batch
+            WORKER.measuring = WORKER.compared = False
 
 
 def take_measured() -> list[tuple[Any, Any]]:
@@ -100,16 +80,16 @@ def bypass_figures(reports: Sequence[dict[str, Any]]) -> tuple[Any, dict[str, fl
 # Both trainers fill ``old_log_probs`` in ``_compute_old_log_prob``, with a forward pass of the actor. In exact mode that pass
 # computes the bits that the rollout returned, so the plugin copies ``rollout_log_probs`` and skips the pass. Two places compare:
 #
-# - In the worker, the policy loss of the first mini-batch after a sync. It runs with the weights that sampled, and has the
-#   trainer's log-probs before its backward pass. The sums reach the trainer loop as in bypass mode.
-# - In the trainer loop, if a step does not have exactly one update: a share of the samples goes through the pass.
+# - In the worker, the policy loss of the first mini-batch after a sync: it has the trainer's log-probs, under the weights that
+#   sampled, before its backward pass. The sums reach the trainer loop as in bypass mode.
+# - In the trainer loop, unless a step has exactly one update: a share of the samples goes through the pass.
 #
 # The pass still runs for samples without log-probs or of other weights, and after a difference that did not stop the run.
 
 #: key of ``Audit.report`` in a worker's report
 AUDIT = "audit"
 
-#: what V0's loop logs about the pass: its figures, and comparisons that would compare a tensor with itself
+#: what V0's loop logs about the pass, or computes from a comparison of the rollout's log-probs with themselves
 _OF_THE_PASS = (
     "actor/entropy",
     "perf/mfu/actor_infer",
@@ -121,21 +101,18 @@ _OF_THE_PASS = (
 )
 
 
-def get_policy_loss_fn(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def get_policy_loss_fn(original: Any, name: str) -> Callable[..., Any]:
     """Wrap ``get_policy_loss_fn``, which ``ppo_loss`` calls for each micro-batch: the loss first compares log-probs."""
-
-    def get_policy_loss_fn(name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = original(name)
-        return found if name == LOSS else checked(found)
-
-    return get_policy_loss_fn
+    found: Callable[..., Any] = original(name)
+    return found if name == LOSS else checked(found)
 
 
 def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a policy loss of verl: compare ``log_prob`` with ``old_log_prob`` [B, T] while the weights are those that sampled.
 
-    Raises AuditError before the backward pass if a token differs. With ``on_mismatch="recompute"`` the micro-batch instead uses
-    its own log-probs as the old ones, which is what the pass would return.
+    Raises AuditError before the backward pass if a token differs. With ``on_mismatch="recompute"`` it instead takes the
+    micro-batch's own log-probs as the old ones, as if the pass had run.
     """
 
     @functools.wraps(loss)
@@ -143,7 +120,7 @@ def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         own = log_prob.detach()
-        # masked tokens have no rollout log-prob; with their own one the ratio is 1, which is finite in every loss
+        # masked tokens have no rollout log-prob; their own gives a ratio of 1, which is finite in every loss
         old = torch.where(response_mask.bool(), old_log_prob, own)
         if WORKER.measuring:
             WORKER.compared = True
@@ -180,8 +157,8 @@ def instead_v0(original: Callable[..., Any], trainer: Any, batch: Any) -> tuple[
 def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
     """Return the result of ``PPOTrainer._compute_old_log_prob`` without its pass; None if the pass must run.
 
-    V1 keeps its batches in the TransferQueue, as rows of different lengths, and tags each row with the versions of the weights
-    that sampled it. Samples restored from a checkpoint can be older than the last sync.
+    V1 keeps batches in the TransferQueue, as rows of different lengths tagged with the versions of the weights that sampled them.
+    Samples restored from a checkpoint can be older than the last sync.
     """
     import torch
     import transfer_queue
@@ -193,7 +170,7 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
 
     def recomputed(rows: list[int]) -> Any:
         keys = [batch.keys[row] for row in rows]
-        original(trainer, batch.select_keys(keys), {})  # drops the metrics: those of a few samples are not the step's
+        original(trainer, batch.select_keys(keys), {})  # the metrics of a few samples are dropped
         found = fetch(keys, "old_log_probs").to_padded_tensor()["old_log_probs"]
         return torch.nn.functional.pad(found, (0, mask.shape[1] - found.shape[1]))
 
@@ -202,9 +179,7 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
     data = data.to_padded_tensor()
     rollout, mask = data.get("rollout_log_probs", None), data["response_mask"]
     current = state.are_current(state.of_tags(batch.tags), unknown=False)
-    if not _may_skip(rollout) or not bool(current.all()):
-        return None
-    if not _agrees(trainer, rollout, mask, recomputed):
+    if not _may_skip(rollout) or not bool(current.all()) or not _agrees(trainer, rollout, mask, recomputed):
         return None
     old = response_to_nested(torch.where(mask.bool(), rollout, 0.0), rows)
     fields = TensorDict({"old_log_probs": old}, batch_size=len(batch.keys))
@@ -213,7 +188,7 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
 
 
 def _may_skip(rollout: Any) -> bool:
-    """Whether the rollout's log-probs belong to the current weights. After this step they do not, until the next sync."""
+    """Whether the rollout's log-probs are of the current weights: only in the first step after a sync."""
     fresh, DRIVER.fresh, DRIVER.audit = DRIVER.fresh, False, None
     return rollout is not None and fresh and not DRIVER.given_up
 
@@ -248,7 +223,7 @@ def _updates(trainer: Any, count: int) -> int:
 
 
 def _multiple(trainer: Any) -> int:
-    """Return the divisor of the number of samples in a pass: all ranks get equally many, in whole micro-batches."""
+    """Return what the number of samples in a pass must be a multiple of: all ranks get equally many whole micro-batches."""
     group, rollout = trainer.actor_rollout_wg, trainer.config.actor_rollout_ref.rollout
     if "actor" not in group._dispatch_info:  # as verl's loops do to balance a batch
         group._dispatch_info["actor"] = group._query_dispatch_info("actor")
@@ -261,13 +236,12 @@ def _skipped(trainer: Any, mask: Any, unknown: tuple[str, ...]) -> None:
     import torch
 
     section = trainer.config.algorithm.get("rollout_correction", None)
-    corrected = correction_figures(section, torch.zeros(mask.shape), mask)
-    DRIVER.corrected = {} if corrected is None else corrected.as_metrics()
+    DRIVER.corrected = correction.metrics(section, torch.zeros(mask.shape), mask)
     DRIVER.unknown = unknown
 
 
 def _give_up() -> None:
-    """Let the pass run until the end of the run. Print that once: verl's TaskRunner shows no warnings."""
+    """Run the pass from now on. Print that once, because verl's TaskRunner shows no warnings."""
     if not DRIVER.given_up:
         print("jetrl_patch: ERROR: rollout and trainer differ; the forward pass for old log-probs runs again", flush=True)
     DRIVER.given_up = True
@@ -293,47 +267,41 @@ def take(reports: Sequence[dict[str, Any]]) -> tuple[Mismatch, dict[str, float],
 
 # ---- Weights of the last sync, which verl's asynchronous trainers restore for a moment to compute old log-probs ----
 # With several updates between two syncs (``parameter_sync_step``, ``trigger_parameter_sync_step``), old log-probs are those of
-# the weights that sampled. So the workers save these weights, and save the current ones while the old ones are restored:
+# the weights that sampled. So the workers save these weights, and restore them while the pass runs:
 #
 #     save(0) · pass · update · save(1) · restore(0) · pass · restore(1) · update · save(2) · restore(0) · …
 #
-# For FSDP2 and VeOmni verl saves with ``.detach().cpu()``, which makes no copy of a tensor that is already on the CPU. With
-# ``param_offload``, ``restore(0)`` then overwrites what ``save(1)`` saved, so ``restore(1)`` leaves the old weights in place:
+# For FSDP2 and VeOmni verl saves with ``.detach().cpu()``, which does not copy a tensor that is already on the CPU. With
+# ``param_offload``, ``restore(0)`` then overwrites what ``save(1)`` saved, and ``restore(1)`` leaves the old weights in place:
 # every update but the last before a sync is lost. With ``offload_policy``, and on a CPU, ``restore(0)`` restores nothing. A
 # comment in verl says that callers must load the parameters to the device first; verl's callers do not.
 
-def save_model_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def save_model_to_cpu(original: Any, self: Any, n: Any) -> None:
     """Wrap ``DetachActorWorker.save_model_to_cpu``: save copies that share no memory with the parameters, and their digests."""
-
-    def save_model_to_cpu(self: Any, n: Any) -> None:
-        _wait_for_copies()
-        original(self, n)
-        saved = self.cpu_saved_models[n]
-        if isinstance(saved, tuple):  # FSDP2 and VeOmni
-            self.cpu_saved_models[n] = _own(saved[0], _local(self.actor.engine.module)), saved[1]
-        WORKER.saved[n] = _digests(self.actor.engine.module)
-
-    return save_model_to_cpu
+    _wait_for_copies()
+    original(self, n)
+    saved = self.cpu_saved_models[n]
+    if isinstance(saved, tuple):  # FSDP2 and VeOmni
+        self.cpu_saved_models[n] = _own(saved[0], _local(self.actor.engine.module)), saved[1]
+    WORKER.saved[n] = _digests(self.actor.engine.module)
 
 
-def restore_model_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def restore_model_from_cpu(original: Any, self: Any, n: Any) -> None:
     """Wrap ``DetachActorWorker.restore_model_from_cpu``: raise AuditError if the restored weights are not the saved ones."""
-
-    def restore_model_from_cpu(self: Any, n: Any) -> None:
-        _wait_for_copies()
-        original(self, n)
-        saved, found = WORKER.saved.get(n, {}), _digests(self.actor.engine.module)
-        differing = [name for name, digest in found.items() if saved.get(name) != digest]
-        if differing:
-            what = f"{differing[0]}, restored for or after verl's pass for old log-probs"
-            fix = "keep parameters on the GPU (param_offload=False, offload_policy=False)"
-            raise AuditError(explain(what, required="the bytes that were saved", found="others; updates would be lost", fix=fix))
-
-    return restore_model_from_cpu
+    _wait_for_copies()
+    original(self, n)
+    saved, found = WORKER.saved.get(n, {}), _digests(self.actor.engine.module)
+    differing = [name for name, digest in found.items() if saved.get(name) != digest]
+    if differing:
+        what = f"{differing[0]}, restored for or after verl's pass for old log-probs"
+        fix = "keep parameters on the GPU (param_offload=False, offload_policy=False)"
+        raise AuditError(explain(what, required="the bytes that were saved", found="others; updates would be lost", fix=fix))
 
 
 def _own(saved: Mapping[str, tuple[Tensor, Any]], parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Any]]:
-    """Return saved shards with their specs. Copies those of parameters on the CPU, which verl has not copied."""
+    """Return saved shards with their specs. Copy those of parameters on the CPU, which verl did not."""
     return {
         name: (shard.clone() if parameters[name].device.type == "cpu" else shard, spec)
         for name, (shard, spec) in saved.items()
@@ -341,7 +309,7 @@ def _own(saved: Mapping[str, tuple[Tensor, Any]], parameters: Mapping[str, Tenso
 
 
 def _local(module: Any) -> dict[str, Tensor]:
-    """Return this rank's shards of an FSDP module; none of Megatron's modules, of which verl makes real copies."""
+    """Return this rank's shards of an FSDP module; nothing for Megatron's modules, which verl does copy."""
     from torch.distributed.tensor import DTensor
 
     named = () if isinstance(module, list) else module.named_parameters()
@@ -358,7 +326,7 @@ def _digests(module: Any) -> dict[str, int]:
 
 
 def _wait_for_copies() -> None:
-    """Wait for copies that ``param_offload`` makes from the GPU: saving reads them on the host, restoring overwrites them."""
+    """Wait for the copies that ``param_offload`` makes from the GPU, before the host reads or overwrites them."""
     from verl.utils.device import get_torch_device
 
     get_torch_device().synchronize()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, REF, ROLLOUT, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.precision import GROWTH_INTERVAL, scales_loss
 from jetrl_patch.trainer.rules import (
     OPTIMIZER_MODULE,
@@ -23,14 +24,11 @@ from jetrl_patch.trainer.rules import (
     raised,
 )
 
-if TYPE_CHECKING:
-    from jetrl_patch.sync.send import SyncStats
-
 # ---- FP16, the KV cache and the head: check and complete the settings, and watch the loss scale ----
-# verl 0.9.1 can train in FP16: with FSDP's ``mixed_precision.param_dtype=fp16`` it uses autocast, FP32 parameters, reduction and
-# buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip, as in Precision-RL. The plugin makes
-# actor, reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises if a value does not fit FP16, and
-# sends FP16 in the sync. ``logprob.py`` computes FP32 log-probs; verl's own are rounded to FP16.
+# verl 0.9.1 trains in FP16 with FSDP's ``mixed_precision.param_dtype=fp16``, as in Precision-RL: autocast, FP32 parameters,
+# reduction and buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip. The plugin makes actor,
+# reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises if a value does not fit FP16, and sends
+# FP16 in the sync. ``logprob.py`` computes FP32 log-probs; verl's own are rounded to FP16.
 
 FP16 = ("float16", "fp16", "half")
 
@@ -46,6 +44,10 @@ RULES: tuple[Rule, ...] = (
         for name, bad, off in (("lora_rank", positive, 0), ("lora.rank", positive, 0), ("lora_adapter_path", is_set, "null"))
     ),
     Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (the others send BF16)", "set it to naive", "all"),
+    Rule(f"{ENGINE}.dtype", lambda value: not _is_half(value), "float16", "remove it", "all", ConflictError),
+)
+KV_RULES: tuple[Rule, ...] = (
+    Rule(f"{ENGINE}.kv_cache_dtype", other_than("auto", "fp8", "fp8_e4m3"), "fp8 or auto", "remove it", "all", ConflictError),
 )
 
 HEAD_RULES: tuple[Rule, ...] = (
@@ -75,10 +77,6 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting of verl that contradicts ``precision``, ``head_dtype`` or ``kv_cache``."""
     if config.mode.scales_loss:
         yield from broken(RULES, select, config, named)
-        dtype = select(f"{ENGINE}.dtype")
-        if dtype is not None and not _is_half(dtype):
-            what = f"{named(f'{ENGINE}.dtype')} with precision='fp16'"
-            yield ConflictError(explain(what, required="float16", found=repr(dtype), fix="remove it"))
     elif config.mode.only_measures:
         found = [f"{path}={select(path)}" for path in DTYPES if _is_half(select(path))]
         if found:
@@ -87,10 +85,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if config.fp32_head:
         yield from broken(HEAD_RULES + (() if config.exact else FUSED_RULES), select, config, named)
     if config.kv_cache == "fp8":
-        other = select(f"{ENGINE}.kv_cache_dtype")
-        if other not in (None, "auto", "fp8", "fp8_e4m3"):
-            what = f"{named(f'{ENGINE}.kv_cache_dtype')} with kv_cache='fp8'"
-            yield ConflictError(explain(what, required="fp8 or auto", found=repr(other), fix="remove it"))
+        yield from broken(KV_RULES, select, config, named, "kv_cache='fp8'")
         error = registry.rollout().kv_cache_error()
         if error is not None:
             yield error
@@ -109,43 +104,24 @@ def wanted(config: Config) -> dict[str, Any]:
     return values
 
 
-def check_model(module: Any) -> None:
-    """Raise ModelError if the loaded weights do not fit FP16. Meta tensors are checked on the rank that has loaded them."""
-    if not scales_loss():
-        return
-    from jetrl_patch.sync.send import check_fits
-
-    check_fits(module.named_parameters(), f"the checkpoint of {type(module).__name__}")
-
-
-def stream(weights: Iterable[tuple[str, Any]], stats: SyncStats) -> Iterator[tuple[str, Any]]:
-    """Stream the weights of a sync in FP16 (``fp16_stream``)."""
-    from jetrl_patch.sync.send import fp16_stream
-
-    return fp16_stream(weights, stats)
-
-
-def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def build_fsdp_module(original: Any, self: Any, module: Any) -> Any:
     """Wrap ``FSDPEngine._build_fsdp_module``, which creates the loss scaler: replace one that torch disables without CUDA.
 
     Raises ConflictError if a language model was built for another dtype.
     """
-
-    def _build_fsdp_module(self: Any, module: Any) -> Any:
-        wrapped = original(self, module)
-        if scales_loss() and self.model_config.model_type == "language_model":
-            if str(self._autocast_dtype) != "torch.float16":
-                what, found = "verl's FSDP engine with precision='fp16'", str(self._autocast_dtype)
-                fix = "remove fsdp_config.mixed_precision"
-                raise ConflictError(explain(what, required="torch.float16", found=found, fix=fix))
-            self.scaler = None if self.engine_config.forward_only else scaling(self.scaler)
-        return wrapped
-
-    return _build_fsdp_module
+    wrapped = original(self, module)
+    if scales_loss() and self.model_config.model_type == "language_model":
+        if str(self._autocast_dtype) != "torch.float16":
+            what, found = "verl's FSDP engine with precision='fp16'", str(self._autocast_dtype)
+            fix = "remove fsdp_config.mixed_precision"
+            raise ConflictError(explain(what, required="torch.float16", found=found, fix=fix))
+        self.scaler = None if self.engine_config.forward_only else scaling(self.scaler)
+    return wrapped
 
 
 def scaling(scaler: Any) -> Any:
-    """Return verl's scaler if it is enabled, else a new one for this device."""
+    """Return verl's loss scaler if it is enabled, else a new one for this device."""
     if scaler is not None and scaler.is_enabled():
         return scaler
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -158,33 +134,23 @@ def scaling(scaler: Any) -> Any:
     return scaler
 
 
-def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def optimizer_step(original: Any, self: Any) -> Any:
     """Wrap ``FSDPEngine.optimizer_step``: count skipped steps. ``LossScale.note`` raises PrecisionError if all are skipped."""
-
-    def optimizer_step(self: Any) -> Any:
-        if not scales_loss() or self.model_config.model_type != "language_model":
-            return original(self)
-        if getattr(self, "scaler", None) is None:
-            raise NotPatchedError(
-                "the trainer's model was built before this process was patched, so it has no loss scale. "
-                "Call jetrl_patch.enable() before the model is built."
-            )
-        from jetrl_patch.adapters.verl.state import WORKER
-
-        before = self.scaler.get_scale()
-        norm = original(self)
-        after = self.scaler.get_scale()
-        WORKER.loss_scale.note(skipped=after < before, scale=after)
-        return norm
-
-    return optimizer_step
-
-
-def figures() -> dict[str, float]:
-    """Return the loss scale and the number of skipped steps, for a worker's report; empty in other precisions."""
+    if not scales_loss() or self.model_config.model_type != "language_model":
+        return original(self)
+    if getattr(self, "scaler", None) is None:
+        raise NotPatchedError(
+            "the trainer's model was built before this process was patched, so it has no loss scale. "
+            "Call jetrl_patch.enable() before the model is built."
+        )
     from jetrl_patch.adapters.verl.state import WORKER
 
-    return WORKER.loss_scale.figures() if scales_loss() else {}
+    before = self.scaler.get_scale()
+    norm = original(self)
+    after = self.scaler.get_scale()
+    WORKER.loss_scale.note(skipped=after < before, scale=after)
+    return norm
 
 
 # ---- Optimizer states: verl's setting for the optimizer class names the plugin's class. FSDP only ----
@@ -223,11 +189,8 @@ def optimizer_wanted(select: Select, config: Config) -> Mapping[str, Any]:
     """Return the verl settings that the states need: path -> value; empty for FP32 states."""
     if config.optimizer_states == "fp32":
         return {}
-    found = {}
-    for section in _sections(select):
-        found[f"{section}.optim.optimizer_impl"] = OPTIMIZER_MODULE
-        found[f"{section}.optim.optimizer"] = OPTIMIZERS[config.optimizer_states]
-    return found
+    names = {"optimizer_impl": OPTIMIZER_MODULE, "optimizer": OPTIMIZERS[config.optimizer_states]}
+    return {f"{section}.optim.{name}": value for section in _sections(select) for name, value in names.items()}
 
 
 def _sections(select: Select) -> list[str]:

@@ -2,10 +2,10 @@
 
 No environment variable is needed:
 
-- The presets are in Hydra's ``ConfigStore``, where a library registers its configuration. They are stored when Hydra is imported.
-  Every preset has all fields of ``Config``; ``null`` keeps a field's default.
+- The presets are in Hydra's ``ConfigStore``, from the import of Hydra on. Each has all fields of ``Config``; ``null`` keeps a
+  field's default.
 - Wrappers see verl's composed configuration before verl uses it (``watch_verl``). If it has a ``jetrl`` section, they patch the
-  process before Ray starts; otherwise they do nothing.
+  process before Ray starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.yaml_settings import SECTION, given
 from jetrl_patch.config import SETTINGS, Config, environment, from_text
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
-from jetrl_patch.patching.patch import apply_patch, gated, watch
+from jetrl_patch.patching.patch import apply_patch, gated, replacement, watch
 from jetrl_patch.registry import Journal, Patch
 
 _UNIFIED = SETTINGS["precision"].default
@@ -63,7 +63,7 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
 
 
 def activate(verl_config: Any) -> None:
-    """Patch this process if verl's configuration asks for it. If it is patched already, ``settings.check`` compares the two."""
+    """Patch this process if verl's configuration asks for it. In a patched process ``settings.check`` compares the two."""
     if session.is_active():
         return
     wanted = config_of(verl_config)
@@ -71,30 +71,26 @@ def activate(verl_config: Any) -> None:
         session.enable(wanted)
 
 
-def _first_look(original: Callable[..., Any]) -> Callable[..., Any]:
-    def with_activation(config: Any, *args: Any, **kwargs: Any) -> Any:
-        activate(config)
-        return original(config, *args, **kwargs)
-
-    return with_activation
+@replacement
+def _first_look(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    activate(config)
+    return original(config, *args, **kwargs)
 
 
 def _validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     # verl's main has already imported this function by name, so it never calls the replacement that enable() installs
-    return _first_look(gated(settings.validate_config(original), original, session.is_active))
+    return _first_look(gated(settings.settled(original), original, session.is_active))
 
 
-def _trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        asked = given(config)
-        if asked is not None and not session.is_active():
-            raise NotPatchedError(
-                f"verl's configuration has {SECTION}={asked}, but this process is not patched: the driver started without "
-                "jetrl_patch. Start with `python -m verl.trainer.main_ppo`, or call jetrl_patch.enable() before ray.init."
-            )
-        original(self, config, *args, **kwargs)
-
-    return __init__
+@replacement
+def _trainer_init(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    asked = given(config)
+    if asked is not None and not session.is_active():
+        raise NotPatchedError(
+            f"verl's configuration has {SECTION}={asked}, but this process is not patched: the driver started without "
+            "jetrl_patch. Start with `python -m verl.trainer.main_ppo`, or call jetrl_patch.enable() before ray.init."
+        )
+    original(self, config, *args, **kwargs)
 
 
 _REMOVE = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
@@ -116,7 +112,7 @@ def offer() -> None:
 
 
 def watch_verl() -> None:
-    """Look for the ``jetrl`` section where verl reads its configuration. These wrappers stay for the life of the process."""
+    """Look for the ``jetrl`` section where verl reads its configuration, for the life of this process."""
     journal = Journal()
     for patch in WATCHES:
         watch(patch.module, lambda module, patch=patch: apply_patch(patch, module, journal))  # type: ignore[misc]

@@ -14,6 +14,7 @@ from jetrl_patch.adapters.verl.precision import FP16
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, model_folder, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, explain
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.preflight import needed_ep
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
@@ -29,27 +30,16 @@ def tensor_parallel(select: Select) -> int:
 
 
 def expert_parallel(select: Select, config: Config) -> int:
-    """Return the expert-parallel size: the user's if it is above 1, else the one that ``wanted_ranks`` sets."""
-    given = _given(select)
-    return given if given > 1 else int(wanted_ranks(select, config).get(EXPERTS, given))
+    """Return the expert-parallel size: the user's if it is above 1, else one with which no rank cuts a block of the experts.
 
-
-def wanted_ranks(select: Select, config: Config) -> dict[str, int]:
-    """Return the expert-parallel size (path -> value) if tensor parallelism would cut a block of the experts, else nothing.
-
-    verl requires expert-parallel size = tensor-parallel size × data-parallel size. With data parallelism inside an engine this
-    sets nothing: FP8 experts do not support it.
+    verl requires expert-parallel size = tensor-parallel size × data-parallel size. FP8 experts do not support data parallelism
+    inside an engine, so with it the size stays 1.
     """
-    tp, dp = tensor_parallel(select), int(select(f"{ROLLOUT}.data_parallel_size") or 1)
-    if _given(select) > 1 or dp > 1:
-        return {}
-    ep = needed_ep(model_folder(select), config, tp, trust_remote_code=bool(select(f"{MODEL}.trust_remote_code")))
-    return {EXPERTS: ep} if ep > 1 else {}
-
-
-def reason(select: Select) -> str:
-    """Say why ``wanted_ranks`` sets a size."""
-    return f"tensor parallel size {tensor_parallel(select)} would cut a block of the experts, so each rank holds whole ones"
+    given, dp = _given(select), int(select(f"{ROLLOUT}.data_parallel_size") or 1)
+    if given > 1 or dp > 1:
+        return given
+    trust = bool(select(f"{MODEL}.trust_remote_code"))
+    return needed_ep(model_folder(select), config, tensor_parallel(select), trust_remote_code=trust)
 
 
 def rank_problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -67,7 +57,7 @@ def _given(select: Select) -> int:
 
 # ---- Routes (``measure_routes``, ``router_replay``), and verl's own router replay ----
 
-_RETURN = f"{ROLLOUT}.enable_rollout_routing_replay"
+RETURN = f"{ROLLOUT}.enable_rollout_routing_replay"
 _FSDP = "no replay of routes, which verl 0.9.1 has only in its Megatron and VeOmni engines (its FSDP engine ignores them)"
 _MEGATRON = "no replay of routes, because the plugin does not support a mixture of experts with Megatron"
 _INSTEAD = "set it to disabled, and use jetrl_patch's router_replay='R3' with FSDP"
@@ -79,7 +69,7 @@ _ROUTE_RULES: tuple[Rule, ...] = tuple(
     for engine, required in (("fsdp_config", _FSDP), ("megatron", _MEGATRON))
 )
 _RETURNED = (
-    Rule(_RETURN, is_set, _FSDP, "set it to false, or use measure_routes or router_replay, which set it", "quantized"),
+    Rule(RETURN, is_set, _FSDP, "set it to false, or use measure_routes or router_replay, which set it", "quantized"),
 )
 _MEASURED: tuple[Rule, ...] = (
     Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), "fsdp or fsdp2", "set it to fsdp2, or turn routes off", "all"),
@@ -96,7 +86,7 @@ def route_setting(config: Config) -> str:
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting under which routes would be replayed by verl, or could not be compared."""
+    """Yield an error for each setting with which verl would replay routes, or nobody could compare them."""
     yield from broken(_ROUTE_RULES if config.returns_routes else (*_ROUTE_RULES, *_RETURNED), select, config, named)
     if not config.returns_routes:
         return
@@ -108,11 +98,6 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     for size, path in ulysses.sizes(select).items():
         required, fix = "whole sequences on each rank", "set it to 1, or turn routes off"
         yield ConfigError(explain(f"{named(path)} with {setting}", required=required, found=str(size), fix=fix))
-
-
-def wanted(config: Config) -> dict[str, Any]:
-    """Return the setting that makes the rollout return its routes: path -> value."""
-    return {_RETURN: True} if config.returns_routes else {}
 
 
 # ---- ``old_log_probs="rollout"``: settings that need verl's pass for old log-probs, or leave its absence unchecked ----
@@ -139,11 +124,7 @@ _RULES: tuple[Rule, ...] = (
 
 
 def chosen(select: Select, asked: Config) -> Config:
-    """Return the settings with ``old_log_probs="recompute"`` if the user left it open and verl's settings need the pass.
-
-    Args:
-        asked: the settings before they were resolved.
-    """
+    """Set ``old_log_probs="recompute"`` in the unresolved settings ``asked`` if the user left it open and verl needs the pass."""
     needed = asked.old_log_probs == "auto" and any(old_log_prob_problems(select, asked))
     return asked.replace(old_log_probs="recompute") if needed else asked
 
@@ -221,32 +202,29 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 # ---- Engines other than the policy's: verl's reward models and distillation teachers ----
-# The weight sync does not feed these vLLM engines. They keep their own weights, so they must compute as they do without the
-# plugin. In their processes it runs with ``precision="bf16"``, which changes no engine: no quantization, no exact ops, no eager
-# mode. Only the CPU platform stays, on a machine without an accelerator. The engine's child processes inherit these settings.
+# The weight sync does not feed these vLLM engines, so they must compute as without the plugin. Their processes, and those that
+# inherit their environment, run it with ``precision="bf16"``: no quantization, no exact ops, no eager mode. Only the CPU platform
+# stays, on a machine without an accelerator.
 #
 # verl starts each engine in a ``vLLMHttpServer`` actor, and only the replica in the trainer loop knows what the engine is for. So
-# the replica of a reward model or teacher starts a subclass of the server, which first changes the settings.
+# the replica of a reward model or teacher starts a subclass of the server, which changes the settings first.
 
 _REWARD = "reward.reward_model"
 _TEACHERS = "distillation.teacher_models"
 
 
-def replica_init(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def replica_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap ``vLLMReplica.__init__``: start the engines of reward models and teachers in ``unpatched_server``."""
+    original(self, *args, **kwargs)
+    if self.is_reward_model or self.is_teacher_model:
+        import ray
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.is_reward_model or self.is_teacher_model:
-            import ray
-
-            self.server_class = ray.remote(unpatched_server())
-
-    return __init__
+        self.server_class = ray.remote(unpatched_server())
 
 
 def unpatched_server() -> type:
-    """Return verl's server class, which first calls ``only_measure``. Ray pickles it by value."""
+    """Return a subclass of verl's server that first calls ``only_measure``. Ray pickles it by value."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     class UnpatchedHttpServer(vLLMHttpServer):
@@ -258,7 +236,7 @@ def unpatched_server() -> type:
 
 
 def only_measure() -> None:
-    """Change this process, and what the engine's processes inherit, to settings that change no engine."""
+    """Give this process, and the engine's processes that inherit from it, settings that change no engine."""
     if session.is_active():
         config = session.active_config()
         session.disable()
@@ -266,14 +244,14 @@ def only_measure() -> None:
 
 
 def engine_problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each of these engines in FP16, which ``precision="bf16"`` does not support."""
+    """Yield an error for each of these engines that runs in FP16, which ``precision="bf16"`` does not support."""
     for path, dtype in engine_dtypes(select, config).items():
         if str(dtype).removeprefix("torch.") in FP16:
             yield ConfigError(explain(named(path), required="bfloat16", found=repr(dtype), fix="set it to bfloat16"))
 
 
 def engine_dtypes(select: Select, config: Config) -> dict[str, Any]:
-    """Return the dtype of each of these engines (path -> value), to set it: a teacher's refers to the rollout's by default."""
+    """Return each of these engines' dtype as it is now (path -> value): a teacher's refers to the rollout's by default."""
     if config.mode.only_measures:
         return {}
     rollouts = [f"{_REWARD}.rollout"] if select(f"{_REWARD}.enable") else []

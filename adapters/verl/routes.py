@@ -1,27 +1,28 @@
 """``measure_routes`` and ``router_replay``: compare the rollout's routes with the trainer's, or replay them.
 
-With verl's R3 (``rollout.enable_rollout_routing_replay``) vLLM returns the experts of each token, as ``routed_experts`` of a
-sample. They reach the training workers, but verl 0.9.1's FSDP engine ignores them. The plugin compares them in each forward pass
-that runs with the weights that sampled: the pass for old log-probs or, without it, the first update. With ``router_replay`` every
-forward pass of the policy uses them.
+With verl's R3 (``rollout.enable_rollout_routing_replay``) vLLM returns each token's experts, as ``routed_experts`` of a sample.
+They reach the training workers, but verl 0.9.1's FSDP engine ignores them. The plugin compares them in every forward pass with
+the weights that sampled: the pass for old log-probs or, without it, the first update. With ``router_replay`` every forward pass
+of the policy uses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl.rollout import route_setting
 from jetrl_patch.adapters.verl.state import RECORD, WORKER
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.patching.patch import replacement
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jetrl_patch.measure.routes import Recorder, Replay
 
-#: key in a worker's report: how many routes were compared, how many differ, how many were computed with other experts
+#: key in a worker's report -> the sums of ``WORKER.routes``
 ROUTES = "routes"
 
 _RECORDED = "routed_experts"
@@ -50,47 +51,39 @@ def observers(engine: Any, module: Any) -> tuple[Recorder | None, Replay | None]
     return Recorder(module), replay
 
 
-def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def forward_step(original: Any, self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
     """Wrap ``FSDPEngineWithLMHead.forward_step``: compare a micro-batch's routes with the rollout's, or replay those.
 
-    After a training step the replay stays on, because the backward pass may compute the forward pass again. An update is compared
-    only if its loss compared log-probs: later updates have other weights than the rollout.
+    After a training step the replay stays on, because the backward pass may run the forward pass again. Only an update whose loss
+    compared log-probs is compared: later updates have other weights than the rollout.
     """
-
-    def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        prepared = RECORD.get(self)
-        if prepared is None or prepared.recorder is None:
-            return original(self, micro_batch, loss_function, forward_only)
-        recorder, replay = prepared.recorder, prepared.replay
-        if micro_batch.get(_RECORDED, None) is None:
-            if replay is not None:
-                required, fix = "the rollout's experts with every sample", "use an agent loop that returns routed_experts"
-                raise ModelError(explain("router_replay", required=required, found="a micro-batch without any", fix=fix))
-            return original(self, micro_batch, loss_function, forward_only)
-        from verl.utils import tensordict_utils as tu
-
-        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
-        rollout, rows = recorded(micro_batch["input_ids"], micro_batch[_RECORDED], packed)
+    prepared = RECORD.get(self)
+    if prepared is None or prepared.recorder is None:
+        return original(self, micro_batch, loss_function, forward_only)
+    recorder, replay = prepared.recorder, prepared.replay
+    if micro_batch.get(_RECORDED, None) is None:
         if replay is not None:
-            replay.follow(rollout, rows)
-        with recorder.recording() as used:
-            result = original(self, micro_batch, loss_function, forward_only)
-        if forward_only or WORKER.compared:
-            own = used if replay is None else dict(replay.own)
-            found, other = compare_routes(rollout, own, rows), compare_routes(rollout, used, rows)
-            WORKER.routes.append((found.compared, found.differ, other.differ))
-        if replay is not None and forward_only:
-            replay.stop()
-        return result
+            required, fix = "the rollout's experts with every sample", "use an agent loop that returns routed_experts"
+            raise ModelError(explain("router_replay", required=required, found="a micro-batch without any", fix=fix))
+        return original(self, micro_batch, loss_function, forward_only)
+    from verl.utils import tensordict_utils as tu
 
-    return forward_step
-
-
-def compare_routes(rollout: Tensor, chosen: Mapping[int, Tensor], rows: Tensor) -> Any:
-    """Call ``measure.routes.compare``, whose module needs torch."""
     from jetrl_patch.measure.routes import compare
 
-    return compare(rollout, chosen, rows)
+    packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+    rollout, rows = recorded(micro_batch["input_ids"], micro_batch[_RECORDED], packed)
+    if replay is not None:
+        replay.follow(rollout, rows)
+    with recorder.recording() as used:
+        result = original(self, micro_batch, loss_function, forward_only)
+    if forward_only or WORKER.compared:
+        own = used if replay is None else dict(replay.own)
+        found, other = compare(rollout, own, rows), compare(rollout, used, rows)
+        WORKER.routes.append((found.compared, found.differ, other.differ))
+    if replay is not None and forward_only:
+        replay.stop()
+    return result
 
 
 def recorded(input_ids: Any, routed_experts: Any, packed: bool) -> tuple[Tensor, Tensor]:
@@ -99,7 +92,7 @@ def recorded(input_ids: Any, routed_experts: Any, packed: bool) -> tuple[Tensor,
     Args:
         input_ids: jagged [B, length].
         routed_experts: the rollout's routes, jagged [B, length, layers, k]. A row of zeros belongs to a token that the rollout
-            never fed to the model: the last one, and in a multi-turn sample those after the last generated turn.
+            never fed to the model: the last one and, in a multi-turn sample, those after the last generated turn.
         packed: True if the trainer's tokens are packed in one row, False if each sample has a row padded on the right.
     """
     import torch

@@ -1,7 +1,4 @@
-"""What the core asks of verl (``Trainer`` and ``Merger`` of ``jetrl_patch/registry.py``): settings, model, a launch's needs.
-
-``jetrl doctor`` composes verl's configuration as verl's main does, and learns what the launch takes from its machine.
-"""
+"""verl's ``Trainer`` and ``Merger`` (``jetrl_patch/registry.py``): compose its configuration as its main does, and read it."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _REWARD = "reward.reward_model"
 
 
 def needs(verl_config: Any) -> Needs:
-    """Return what a launch with this configuration takes from its machine: GPUs, models, data, code, an interpreter."""
+    """Return what a launch with this configuration needs on its machine."""
     select = selector(verl_config)
     code = ("reward.custom_reward_function.path", "data.custom_cls.path")
     return Needs(
@@ -52,7 +49,7 @@ def needs(verl_config: Any) -> Needs:
 
 
 def layout(verl_config: Any, config: Config) -> Layout:
-    """Return where verl keeps the policy: FSDP's FP32 masters, gradients and moments by rank. Other engines are unknown."""
+    """Return where verl keeps the policy: FSDP's FP32 masters, gradients and moments per rank. Other engines are unknown."""
     select = selector(verl_config)
     rollout: dict[str, Any] = {
         "tensor_parallel": tensor_parallel(select),
@@ -66,9 +63,8 @@ def layout(verl_config: Any, config: Config) -> Layout:
     group = int(select(f"{fsdp}.fsdp_size") or -1)
     ranks = group if 0 < group < ranks else ranks
     each = 2.0 if "16" in str(select(f"{fsdp}.model_dtype")) else 4.0
-    everything = bool(select(f"{fsdp}.offload_policy"))
-    weights = everything or bool(select(f"{fsdp}.param_offload"))
-    moments = everything or bool(select(f"{fsdp}.optimizer_offload"))
+    weights = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.param_offload"))
+    moments = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.optimizer_offload"))
     return Layout(
         trainer=f"{strategy} over {ranks} rank{'' if ranks == 1 else 's'}",
         weights=Shard(each, ranks),
@@ -155,9 +151,7 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:
 
 def model_path(verl_config: Any) -> tuple[str, str]:
     """Return the model's path and the setting that gives it."""
-    from omegaconf import OmegaConf
-
-    return str(OmegaConf.select(verl_config, f"{MODEL}.path", default="")), f"{MODEL}.path"
+    return str(selector(verl_config)(f"{MODEL}.path") or ""), f"{MODEL}.path"
 
 
 def needs_flash_attn(verl_config: Any) -> str:
@@ -178,7 +172,7 @@ def needs_flash_attn(verl_config: Any) -> str:
 
 @contextlib.contextmanager
 def _no_plugins() -> Iterator[None]:
-    """Disable verl's plugins: a search path ``pkg://verl…`` makes Hydra import verl, which would load jetrl_patch as a plugin."""
+    """Disable verl's plugins. A search path ``pkg://verl…`` makes Hydra import verl, which would load jetrl_patch as one."""
     name = "VERL_USE_EXTERNAL_PLUGINS"
     before = os.environ.get(name)
     os.environ[name] = "none"

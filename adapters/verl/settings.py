@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -23,14 +23,16 @@ from jetrl_patch.adapters.verl.yaml_settings import (
     disagreement,
     model_folder,
     named,
+    runs,
     selector,
     update,
-)
+)  # fmt: skip
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.models.family import DROPOUTS
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
 
@@ -74,7 +76,7 @@ def own_program() -> str:
 
 
 def _module(target: str) -> str:
-    """Return the dotted name of a script in verl's package (``…/verl/trainer/x.py``). Other targets are returned unchanged."""
+    """Turn the path of a script in verl's package (``…/verl/trainer/x.py``) into its dotted name. Return others unchanged."""
     if not target.endswith(".py") and os.sep not in target:
         return target.removesuffix(".__main__")
     parts = PurePath(target).with_suffix("").parts
@@ -86,19 +88,11 @@ def _module(target: str) -> str:
 
 _OVERRIDE = f"{MODEL}.override_config"
 
-#: key of the trainer's configuration -> whether a value is harmless in exact mode
-_HARMLESS: dict[str, Callable[[Any], bool]] = {
-    # exact mode has its own attention
-    "attn_implementation": lambda value: True,
-    # an upper bound that verl compares with the engine's; exact mode's rotary embeddings do not depend on it
-    "max_position_embeddings": lambda value: True,
-    # no dropout, as in the rollout
-    **dict.fromkeys((*DROPOUTS, "embd_pdrop", "resid_pdrop", "hidden_dropout"), lambda value: not value),
-    # the engine takes these tokens from the tokenizer and generation_config.json
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), lambda value: True),
-    # the trainer never decodes
-    "use_cache": lambda value: True,
-}
+#: keys that change no result in exact mode, which has its own attention. Its rotary embeddings do not depend on
+#: max_position_embeddings, an upper bound; the engine takes tokens from the tokenizer; the trainer never decodes
+_HARMLESS = ("attn_implementation", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+#: keys that are harmless at 0, as in the rollout
+_DROPOUTS = (*DROPOUTS, "embd_pdrop", "resid_pdrop", "hidden_dropout")
 
 
 def model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -110,21 +104,12 @@ def model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(explain(what, required=required, found=repr(other), fix="set it to null"))
     if not config.exact:
         return
-    for key, value in _overrides(select).items():
-        harmless = _HARMLESS.get(key)
-        if harmless is None or not harmless(value):
+    overrides = select(_OVERRIDE) or {}
+    for key, value in (overrides.get("model_config", overrides) or {}).items():  # verl reads only this section with Megatron
+        if key not in _HARMLESS and (value or key not in _DROPOUTS):
             what = f"{named(f'{_OVERRIDE}.{key}')} with align='exact'"
             required = "the rollout's value, which is that of config.json"
             yield ConfigError(explain(what, required=required, found=repr(value), fix="remove it and change config.json"))
-
-
-def _overrides(select: Select) -> Mapping[str, Any]:
-    """Return the keys that verl writes into the trainer's configuration: those of one section with Megatron, else all."""
-    found = select(_OVERRIDE)
-    if not found:
-        return {}
-    inner = found.get("model_config", found)
-    return dict(inner or {})
 
 
 # ---- Check and complete ----
@@ -149,10 +134,7 @@ RULES: tuple[Rule, ...] = (
     Rule("trainer.device", other_than("cuda", "cpu"), "cuda or cpu, for which the plugin has kernels", "set it to cuda", "all"),
     Rule("global_profiler.tool", lambda tool: tool == "npu", "a profiler of CUDA (no kernels for npu)", _NSYS, "all"),
     Rule(f"{ROLLOUT}.agent.custom_async_server.path", is_set, "verl's own vLLM server", "set it to null", "all"),
-    *(
-        Rule(f"skip.{name}.enable", is_set, _FRESH, _FALSE, "all")
-        for name in ("rollout", "rollout_tq", "async_rollout")
-    ),
+    *(Rule(f"skip.{name}.enable", is_set, _FRESH, _FALSE, "all") for name in ("rollout", "rollout_tq", "async_rollout")),
     Rule(f"{ROLLOUT}.quantization", is_set, _OURS, "set it to null", "changed", ConflictError),
     Rule(f"{ROLLOUT}.quantization_config_file", is_set, _OURS, "set it to null", "changed", ConflictError),
     Rule(f"{ROLLOUT}.qat.enable", is_set, _OURS, _FALSE, "changed", ConflictError),
@@ -186,13 +168,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(verl_config: Any, config: Config) -> None:
-    """Raise ConflictError, ConfigError or ModelError for the first setting that the mode does not support; change nothing."""
+    """Raise the first error of ``problems``."""
     for problem in problems(verl_config, config):
         raise problem
 
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting in verl's configuration that the mode does not support."""
+    """Yield a ConflictError, ConfigError or ModelError for each setting of verl that the mode does not support."""
     contradiction = disagreement(verl_config, config)
     if contradiction is not None:
         yield contradiction
@@ -201,7 +183,9 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from rollout.async_problems(select, config)
     yield from model_problems(select, config)
     yield from rollout.rank_problems(select, config)
-    yield from _engine_problems(select, config)
+    given = {str(name): value for name, value in (select(ENGINE) or {}).items() if name != "quantization"}  # RULES check that one
+    tp = rollout.tensor_parallel(select)
+    yield from registry.rollout().argument_problems(given, config, tp, lambda name: named(f"{ENGINE}.{name}"))
     yield from lora.gather_problems(select, config)
     yield from lora.problems(select, config)
     yield from rollout.engine_problems(select, config)
@@ -212,20 +196,12 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from precision.optimizer_problems(select, config)
     yield from checkpoint.problems(select, config)
     yield from precision.problems(select, config)
-    if megatron.is_chosen(select, config):
+    if runs(megatron.STRATEGY, select, config):
         yield from megatron.problems(select, config)
-    elif veomni.is_chosen(select, config):
+    elif runs(veomni.STRATEGY, select, config):
         yield from veomni.problems(select, config)
     yield from correction_problems(verl_config, config)
     yield from _model_problems(select, config)
-
-
-def _engine_problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each unsupported argument that verl would pass to vLLM's engine unchecked."""
-    given = {str(name): value for name, value in (select(ENGINE) or {}).items()}
-    given.pop("quantization", None)  # a rule above checks it, in more modes
-    tp = rollout.tensor_parallel(select)
-    yield from registry.rollout().argument_problems(given, config, tp, lambda name: named(f"{ENGINE}.{name}"))
 
 
 def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -239,15 +215,14 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     hf_config = None if found else read_config(path, config, trust)
     if hf_config is None:
         return
-    yield from ulysses.whole(select, hf_config)
+    yield from ulysses.model_problems(select, hf_config)
     yield from vision.problems(select, hf_config)
-    yield from raised(lambda: ulysses.check_heads(select, hf_config))
     yield from raised(lambda: lora.check_model(hf_config, select, config))
     if logprob.is_used(select, config):
         yield from raised(lambda: logprob.check_model(hf_config))
-    if veomni.is_chosen(select, config):
+    if runs(veomni.STRATEGY, select, config):
         yield from raised(lambda: veomni.check_model(hf_config))
-    if megatron.is_chosen(select, config):
+    if runs(megatron.STRATEGY, select, config):
         sizes = {int(select(f"{path}.megatron.tensor_model_parallel_size") or 1) for path in (ACTOR, REF)}
         for size in sorted(sizes):
             yield from raised(lambda: megatron.check_model(hf_config, size))  # noqa: B023
@@ -262,7 +237,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     """Set what the mode needs in verl's configuration; return a description of each change."""
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
     if (config.exact or config.guard_sqnr is not None) and not config.may_capture:
-        # a compiled graph fuses ops and so rounds differently, and it would keep layers in FP8 that the guard moved to BF16
+        # a compiled graph fuses ops, which changes the rounding, and keeps layers in FP8 that the guard has moved to BF16
         wanted[f"{ROLLOUT}.enforce_eager"] = True
     elif config.decode_graphs is True:
         wanted[f"{ROLLOUT}.enforce_eager"] = False
@@ -270,17 +245,23 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
     select = selector(verl_config)
-    wanted |= rollout.wanted_ranks(select, config)
-    wanted |= rollout.wanted(config)
-    if megatron.is_chosen(select, config):
+    if (ep := rollout.expert_parallel(select, config)) > 1:
+        wanted[rollout.EXPERTS] = ep
+    if config.returns_routes:
+        wanted[rollout.RETURN] = True
+    if runs(megatron.STRATEGY, select, config):
         wanted |= megatron.wanted(select)
-    wanted |= logprob.wanted(select, config)
+    fused = logprob.is_used(select, config)
+    if fused:
+        wanted[logprob.IMPLEMENTATION] = "torch"  # the one that calls ``FusedLinearForPPO``
     wanted |= lora.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= precision.optimizer_wanted(select, config)
-    wanted |= rollout.engine_dtypes(select, config)  # last: a teacher's dtype refers to the rollout's, which is set above
-    changes = [*logprob.notes(select, config), *cut_note(*_checkpoint(select, config))]
-    why = {rollout.EXPERTS: f": {rollout.reason(select)}"}
+    wanted |= rollout.engine_dtypes(select, config)  # last, because a teacher's dtype may refer to the rollout's
+    replaces = "log-probs and entropies come from the run's own head, in chunks, instead of verl's fused kernels"
+    changes = [f"{logprob.USED}: {replaces}"] * fused + cut_note(*_checkpoint(select, config))
+    tp = rollout.tensor_parallel(select)
+    why = {rollout.EXPERTS: f": tensor parallel size {tp} would cut a block of the experts, so each rank holds whole ones"}
     for path, value in wanted.items():
         found = select(path)
         if found != value:
@@ -298,13 +279,13 @@ def prepare(verl_config: Any, config: Config) -> None:
 
 
 def chosen(verl_config: Any, asked: Config) -> Config:
-    """Return the plugin's settings, with what verl's settings decide filled in where the user left it open."""
+    """Return the plugin's settings, in which verl's settings decide what the user left open."""
     select = selector(verl_config)
     return rollout.chosen(select, megatron.chosen(select, asked))
 
 
 def adopt(verl_config: Any) -> None:
-    """Restart this process's session with the settings that ``chosen`` returns, if they differ from the active ones.
+    """Restart this process's session if ``chosen`` returns other settings than the active ones.
 
     Raises NotPatchedError if the driver has already connected to Ray: its workers have the earlier settings.
     """
@@ -322,70 +303,47 @@ def adopt(verl_config: Any) -> None:
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
-def _settle(verl_config: Any) -> None:
-    """Adopt what verl's configuration decides, then check and complete it, before anything starts.
-
-    Raises NotPatchedError if Ray was connected by an ``init`` that was imported by name before ``enable()``, and so not patched.
-    """
-    adopt(verl_config)
-    registry.resolve("ray").check(session.active_config())
-    prepare(verl_config, session.active_config())
-
-
 def check_settled(verl_config: Any, config: Config) -> None:
-    """Raise ConfigError if verl's settings need the pass for old log-probs and it would be skipped: ``adopt`` has not run."""
+    """Raise ConfigError if verl's settings need the pass for old log-probs and it would be skipped: nobody called ``adopt``."""
     for problem in rollout.old_log_prob_problems(selector(verl_config), config):
         raise problem
 
 
 def mark(verl_config: Any, config: Config) -> None:
-    """Store the plugin's settings in verl's configuration (``rollout.custom``); each worker compares them with its own."""
+    """Store the plugin's settings in verl's configuration (``rollout.custom``), for each worker to compare with its own."""
     update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
 
 
-def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
+@replacement
+def settled(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``validate_config`` and ``run_ppo``: before anything starts, ``adopt`` the settings and ``prepare`` verl's.
 
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        _settle(config)
-        return original(config, *args, **kwargs)
-
-    return validate_config
-
-
-def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``main_ppo.run_ppo``, in which every program of verl starts Ray: the asynchronous ones do not validate first."""
-
-    def run_ppo(config: Any, *args: Any, **kwargs: Any) -> Any:
-        _settle(config)
-        return original(config, *args, **kwargs)
-
-    return run_ppo
+    Every program of verl starts Ray in ``main_ppo.run_ppo``. The asynchronous ones do not call ``validate_config`` first.
+    Raises NotPatchedError if Ray was connected by an ``init`` that was imported by name before ``enable()`` patched it.
+    """
+    adopt(config)
+    registry.resolve("ray").check(session.active_config())
+    prepare(config, session.active_config())
+    return original(config, *args, **kwargs)
 
 
-def separate_pools(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``SeparateRayPPOTrainer._init_resource_pools``: do what ``trainer_init`` does, before workers start."""
+@replacement
+def trainer_init(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap the trainers' ``__init__`` with ``_check_again``."""
+    _check_again(config)
+    original(self, config, *args, **kwargs)
 
-    def _init_resource_pools(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_again(self.config)
-        return original(self, *args, **kwargs)
 
-    return _init_resource_pools
+@replacement
+def separate_pools(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``SeparateRayPPOTrainer._init_resource_pools`` with ``_check_again``: its workers have not started yet."""
+    _check_again(self.config)
+    return original(self, *args, **kwargs)
 
 
 def _check_again(verl_config: Any) -> None:
-    """Repeat the driver's checks in the process of the trainer loop, and pass the settings on to its workers."""
+    """Repeat the driver's checks in the trainer loop's process, and mark the settings for its workers."""
     config = session.active_config()
     prepare(verl_config, config)
     check_settled(verl_config, config)
     mark(verl_config, config)
-
-
-def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the trainers' ``__init__`` with ``_check_again``."""
-
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        _check_again(config)
-        original(self, config, *args, **kwargs)
-
-    return __init__

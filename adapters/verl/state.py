@@ -112,7 +112,7 @@ DRIVER = DriverState()
 
 
 def report_key(rank: int) -> str:
-    """Return the key under which a training worker reports a sync. verl merges the dictionaries of all ranks."""
+    """Return a training worker's own key for its report of a sync, because verl merges the dictionaries of all ranks."""
     return f"{MARK}.{rank}"
 
 
@@ -129,7 +129,7 @@ _Versions = list[tuple[Any, Any]]
 
 
 def are_of_one(verl_config: Any) -> bool:
-    """Whether the trainer is synchronous: then the last sync's weights made all samples, also those without versions."""
+    """Whether the trainer is synchronous. Then the last sync's weights made all samples, even those without versions."""
     from omegaconf import OmegaConf
 
     mode = OmegaConf.select(verl_config, "trainer.v1.trainer_mode", default="sync")
@@ -137,7 +137,7 @@ def are_of_one(verl_config: Any) -> bool:
 
 
 def of_batch(batch: Any) -> _Versions:
-    """Return first and last version of each sample of a ``DataProto`` (V0); None if an agent loop records none."""
+    """Return the first and last version of each sample of a ``DataProto`` (V0); None if an agent loop records none."""
     columns = [batch.non_tensor_batch.get(name) for name in _NAMES]
     missing = [None] * len(batch.batch["response_mask"])
     first, last = (missing if column is None else column for column in columns)
@@ -145,7 +145,7 @@ def of_batch(batch: Any) -> _Versions:
 
 
 def of_tags(tags: Iterable[Mapping[str, Any]]) -> _Versions:
-    """Return first and last version from tags of the TransferQueue (V1). Copies that pad the batch count as current."""
+    """Return the first and last versions in tags of the TransferQueue (V1). Copies that pad the batch count as current."""
     return [
         (DRIVER.version, DRIVER.version) if tag.get("is_padding", False) else (tag.get(_NAMES[0]), tag.get(_NAMES[1]))
         for tag in tags

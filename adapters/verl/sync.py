@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import old_log_probs, precision, routes
+from jetrl_patch.adapters.verl import old_log_probs, routes
 from jetrl_patch.adapters.verl.state import RECORD, WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, own, sync_id, watched_sender
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.delta import held_by
-from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.sync.send import SyncStats, fp16_stream
 from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.audit import sync_report
 from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import MARK
 from jetrl_patch.trainer.source import Source, begin_sync
 
-# ---- Before a delta sync (``sync="delta"``): which weights the engines hold, which decides what the trainer sends ----
-# A colocated engine says so in its first reply (``transport.py``). A checkpoint engine has no channel back to the trainer, so the
-# trainer loop asks the engines and tells the training workers.
+# ---- Before a delta sync (``sync="delta"``): the weights that the engines hold decide what the trainer sends ----
+# A colocated engine names them in its first reply (``transport.py``). A checkpoint engine has no channel back to the trainer, so
+# the trainer loop asks the engines and tells the training workers.
 
 _OFFER = "jetrl_offer"
 _REPORT = "jetrl_report"
@@ -45,17 +46,19 @@ async def announce(manager: Any, config: Config) -> None:
     ray.get(manager.actor_wg.execute_checkpoint_engine([_OFFER] * size, [held_by(answers)] * size))
 
 
-def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def collective_rpc(
+    original: Any,
+    self: Any,
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
     """Wrap ``vLLMHttpServer.collective_rpc``: return the answers of the engine's workers to ``announce``."""
-
-    async def collective_rpc(
-        self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if method != _REPORT:
-            return await original(self, method, timeout=timeout, args=args, kwargs=kwargs)
-        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
-
-    return collective_rpc
+    if method != _REPORT:
+        return await original(self, method, timeout=timeout, args=args, kwargs=kwargs)
+    return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
 
 
 def attach(worker: Any) -> None:
@@ -70,7 +73,7 @@ def _offered(held: str) -> None:
 
 
 def prepare(source: Source) -> None:
-    """Set the base of a sync before its stream is read. Over a checkpoint engine only rank 0 sends, so only it needs one."""
+    """Set the base of a sync before its stream is read. Over a checkpoint engine only rank 0 sends and needs one."""
     import torch.distributed as dist
 
     if source.base is not None and WORKER.separate:
@@ -82,7 +85,7 @@ def prepare(source: Source) -> None:
 
 
 def greeted(held: str) -> None:
-    """Receive the reply of a colocated engine, before the stream is read."""
+    """Take the reply of a colocated engine, before the stream is read."""
     if WORKER.base is not None and not WORKER.separate:
         WORKER.base.offer(held)
 
@@ -91,25 +94,22 @@ def greeted(held: str) -> None:
 # ``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
 # verl's own buckets → ``transport.update_weights_from_ipc`` in the vLLM worker.
 
-def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def init_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``ActorRolloutRefWorker.init_model``: require a patched trainer loop with the same settings."""
-
-    def init_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        custom = self.config.rollout.get("custom", None) or {}
-        check_mark(dict(custom.get(MARK, None) or {}))
-        if session.active_config().quantized_rollout:
-            rollout = self.config.rollout
-            WORKER.rollout_tp = int(rollout.tensor_model_parallel_size)
-            WORKER.rollout_ep = int(rollout.get("expert_parallel_size", None) or 1)
-        result = original(self, *args, **kwargs)
-        attach(self)
-        return result
-
-    return init_model
+    rollout = self.config.rollout
+    custom = rollout.get("custom", None) or {}
+    check_mark(dict(custom.get(MARK, None) or {}))
+    if session.active_config().quantized_rollout:
+        WORKER.rollout_tp = int(rollout.tensor_model_parallel_size)
+        WORKER.rollout_ep = int(rollout.get("expert_parallel_size", None) or 1)
+    result = original(self, *args, **kwargs)
+    attach(self)
+    return result
 
 
 def check_mark(mark: dict[str, str]) -> None:
-    """Compare the settings that the trainer loop stored in verl's configuration with those of this process."""
+    """Compare this process's settings with those that the trainer loop stored in verl's configuration."""
     rules.check(
         mark,
         session.active_config(),
@@ -119,38 +119,34 @@ def check_mark(mark: dict[str, str]) -> None:
     )
 
 
-def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def get_per_tensor_param(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap an engine's ``get_per_tensor_param``: send FP8 bytes and scales instead of FP32 or BF16 weights."""
-
-    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
-        weights, peft = original(self, *args, **kwargs)
-        stats = WORKER.stats = SyncStats()
-        if scales_loss():
-            return until_broken(precision.stream(weights, stats)), peft
-        if not session.active_config().quantized_rollout:
-            return until_broken(counted(weights, stats)), peft
-        prepared = RECORD.get(self)
-        if prepared is None:
-            raise NotPatchedError(
-                "the trainer's model was built before this process was patched. "
-                "Call jetrl_patch.enable() before the model is built."
-            )
-        if peft is not None:
-            what, fix = "weight sync to a quantized rollout", "set model.lora.merge=True, or use precision='bf16'"
-            raise ConflictError(explain(what, required="full weights, or merged ones", found="LoRA adapters", fix=fix))
-        looks = prepared.monitor is not None and prepared.monitor.decides
-        begin_sync(prepared, lambda: weights, WORKER.followers)
-        again = original(self, *args, **kwargs)[0] if looks else weights
-        prepare(prepared)
-        return until_broken(prepared.stream(again, stats)), None
-
-    return get_per_tensor_param
+    weights, peft = original(self, *args, **kwargs)
+    stats = WORKER.stats = SyncStats()
+    if scales_loss():
+        return until_broken(fp16_stream(weights, stats)), peft
+    if not session.active_config().quantized_rollout:
+        return until_broken(counted(weights, stats)), peft
+    prepared = RECORD.get(self)
+    if prepared is None:
+        raise NotPatchedError(
+            "the trainer's model was built before this process was patched. Call jetrl_patch.enable() before the model is built."
+        )
+    if peft is not None:
+        what, fix = "weight sync to a quantized rollout", "set model.lora.merge=True, or use precision='bf16'"
+        raise ConflictError(explain(what, required="full weights, or merged ones", found="LoRA adapters", fix=fix))
+    looks = prepared.monitor is not None and prepared.monitor.decides
+    begin_sync(prepared, lambda: weights, WORKER.followers)
+    again = original(self, *args, **kwargs)[0] if looks else weights
+    prepare(prepared)
+    return until_broken(prepared.stream(again, stats)), None
 
 
 def until_broken(weights: Iterable[Any]) -> Iterable[Any]:
-    """Over a checkpoint engine, end the stream early if it breaks (NaN in a weight, …), and keep the error in ``WORKER.broken``.
+    """Over a checkpoint engine, end a stream that breaks (NaN in a weight, …) early, and keep the error in ``WORKER.broken``.
 
-    The receivers, which read without a time limit, then find an incomplete sync and raise.
+    The receivers read without a time limit. They then find an incomplete sync and raise.
     """
 
     def stream() -> Iterator[Any]:
@@ -163,98 +159,78 @@ def until_broken(weights: Iterable[Any]) -> Iterable[Any]:
 
 
 def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
-    """Pass the stream on unchanged and count its bytes: BF16 mode quantizes nothing."""
+    """Pass the stream on unchanged, and count its bytes."""
     for name, tensor in weights:
         stats.total += tensor.nbytes
         stats.tensors += 1
         yield name, tensor
 
 
-def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def server_update_weights(
+    original: Any, self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+) -> None:
     """Replace ``ServerAdapter.update_weights``: the same steps, with a watched peer and a timeout."""
-
-    async def update_weights(
-        self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
-    ) -> None:
-        if wire_format != "named_tensors":
-            fix = "set checkpoint_engine.backend=naive"
-            raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
-        config, sync = session.active_config(), sync_id(WORKER, global_steps)
-        call = await self._execute_method(
-            "update_weights_from_ipc",
-            non_block=True,
-            kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env(), "jetrl_sync": sync},
-        )
-        peer = Peer(None if call is None else call.future(), config.sync_timeout)
-        sender = watched_sender(
-            peer,
-            zmq_handle=own(self.zmq_handle, sync),
-            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
-            use_shm=self.use_shm,
-        )
-        try:
-            await sender.async_send_weights(ending_early(weights, lambda: sender, greeted))
-            if peer.call is not None:
-                await asyncio.wait_for(asyncio.wrap_future(peer.call), config.sync_timeout)
-            if self._has_server:
-                await self.server_handle.clear_kv_cache.remote()
-                if global_steps is not None:
-                    await self.server_handle.set_global_steps.remote(global_steps)
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise SyncError(
-                f"the vLLM workers did not finish a weight sync within {config.sync_timeout:g} s. "
-                "Check their logs, or raise JETRL_SYNC_TIMEOUT."
-            ) from error
-        except Exception as error:
-            known = as_sync_error(error)
-            if known is error:
-                raise
-            raise known from error
-
-    return update_weights
+    if wire_format != "named_tensors":
+        fix = "set checkpoint_engine.backend=naive"
+        raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
+    config, sync = session.active_config(), sync_id(WORKER, global_steps)
+    call = await self._execute_method(
+        "update_weights_from_ipc",
+        non_block=True,
+        kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env(), "jetrl_sync": sync},
+    )
+    peer = Peer(None if call is None else call.future(), config.sync_timeout)
+    sender = watched_sender(
+        peer,
+        zmq_handle=own(self.zmq_handle, sync),
+        bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+        use_shm=self.use_shm,
+    )
+    try:
+        await sender.async_send_weights(ending_early(weights, lambda: sender, greeted))
+        if peer.call is not None:
+            await asyncio.wait_for(asyncio.wrap_future(peer.call), config.sync_timeout)
+        if self._has_server:
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)
+    except (TimeoutError, asyncio.TimeoutError) as error:
+        raise SyncError(
+            f"the vLLM workers did not finish a weight sync within {config.sync_timeout:g} s. "
+            "Check their logs, or raise JETRL_SYNC_TIMEOUT."
+        ) from error
+    except Exception as error:
+        known = as_sync_error(error)
+        if known is error:
+            raise
+        raise known from error
 
 
-def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+async def worker_update_weights(original: Any, self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
     """Wrap ``ActorRolloutRefWorker.update_weights``: return a report of the sync and of the step that it ends."""
-
-    async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
-        start = time.perf_counter()
-        backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode
-        WORKER.separate, WORKER.broken = backend != "naive", None
-        result = await original(self, global_steps=global_steps, mode=mode)
-        if WORKER.broken is not None:
-            raise WORKER.broken
-        report = {
-            **sync_report(WORKER.stats or SyncStats(), start),
-            old_log_probs.LOSS: _measured(self.actor.engine),
-            old_log_probs.AUDIT: _audited(self.actor.engine),
-            **routes.report(),
-            **precision.figures(),
-            **monitored(self.actor.engine),
-        }
-        return {**(result or {}), report_key(self.rank): report}
-
-    return update_weights
+    start = time.perf_counter()
+    backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode
+    WORKER.separate, WORKER.broken = backend != "naive", None
+    result = await original(self, global_steps=global_steps, mode=mode)
+    if WORKER.broken is not None:
+        raise WORKER.broken
+    prepared = RECORD.get(self.actor.engine)
+    report = {
+        **sync_report(WORKER.stats or SyncStats(), start),
+        **_compared(self.actor.engine),
+        **routes.report(),
+        **WORKER.loss_scale.figures(),
+        "monitor": {} if prepared is None else prepared.end_sync(),  # collective; raises PrecisionError to stop the run
+        "lines": [] if prepared is None else prepared.take_lines(),
+    }
+    return {**(result or {}), report_key(self.rank): report}
 
 
-def _measured(engine: Any) -> list[Any]:
-    """Return what bypass mode measured. Of ranks that share sequences, and so saw the same tokens, one reports."""
-    found = old_log_probs.take_measured()
-    return found if engine.is_mp_src_rank_with_outputs() else []
-
-
-def _audited(engine: Any) -> dict[str, Any]:
-    """Return what the losses compared. Of ranks that share sequences, one reports the sums."""
-    found = WORKER.audit.report()
-    return found if engine.is_mp_src_rank_with_outputs() else {**found, "sums": None}
-
-
-def monitored(engine: Any) -> dict[str, Any]:
-    """Return metrics of the step that this sync ends, and lines for the trainer loop's log. Collective.
-
-    Raises PrecisionError if the monitor must stop the run.
-    """
-    prepared = RECORD.get(engine)
-    if prepared is None:
-        return {"monitor": {}, "lines": []}
-    return {"monitor": prepared.end_sync(), "lines": prepared.take_lines()}
+def _compared(engine: Any) -> dict[str, Any]:
+    """Return what the losses compared since the last sync. Of ranks that share sequences, and so tokens, one reports the sums."""
+    measured, audited = old_log_probs.take_measured(), WORKER.audit.report()
+    if not engine.is_mp_src_rank_with_outputs():
+        measured, audited = [], {**audited, "sums": None}
+    return {old_log_probs.LOSS: measured, old_log_probs.AUDIT: audited}

@@ -1,7 +1,7 @@
 """Both ends of a weight sync to a colocated vLLM: where they meet, how long they wait, and what the vLLM worker receives.
 
-verl 0.9.1 sends buckets over a pair of ZMQ sockets (REQ/REP) and waits without a limit on both sides. Here a waiting side also
-checks its peer (the RPC that runs in the vLLM worker) and the clock, so that no socket waits forever for a dead process.
+verl 0.9.1 sends buckets over a pair of ZMQ sockets (REQ/REP), and both sides wait without a limit. Here a waiting side also
+watches the clock, and the sender watches the RPC that runs in the vLLM worker, so no socket waits forever for a dead process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync import protocol
 from jetrl_patch.trainer.rules import require_same
 
@@ -29,15 +30,14 @@ _GRACE = 5.0  # seconds between the answer to a worker's RPC and its last acknow
 # ---- Where the trainer and a vLLM worker meet: a socket that no other sync uses ----
 # verl names the socket in /tmp by Ray's job number, the replica and the rank. That separates runs that share a Ray cluster
 # (https://github.com/verl-project/verl/issues/6233). But every run that starts its own Ray has job 1. If two such runs share a
-# machine, the second takes over the first one's socket: one waits for weights that never come, and the other's worker may load
-# them.
+# machine, the second takes over the first one's socket: one waits for weights in vain, and the other's worker may load them.
 #
-# Within a run verl uses the same name for every sync. A worker that was frozen, or given up, may still hold a reply for the
-# sender of an earlier sync. ZeroMQ delivers it, even from a closed socket, to whoever listens at that name now. The new sender
-# mistakes it for its own worker's reply, its first message is lost, and both sides wait until they time out.
+# Within a run verl uses the same name for every sync. A worker that was frozen or abandoned may still hold a reply to an earlier
+# sender. ZeroMQ delivers it, even from a closed socket, to whoever listens at that name now. The new sender mistakes it for its
+# own worker's reply, its first message is lost, and both sides wait until they time out.
 
 def run_id() -> str:
-    """Return an identity of this process's Ray cluster, unique among those alive; empty outside a cluster."""
+    """Return an identity of this process's Ray cluster, unique among running clusters; empty outside a cluster."""
     import ray
 
     if not ray.is_initialized():
@@ -46,9 +46,9 @@ def run_id() -> str:
 
 
 def sync_id(state: WorkerState, step: int | None) -> str:
-    """Return the identity of the sync that begins now: the run, the step, and how often this step was synced before.
+    """Identify the sync that begins now by the run, the step, and how often this step was synced before.
 
-    All training ranks of a rollout get the same identity, because all of them take part in each sync.
+    All training ranks of a rollout take part in every sync, and so get the same identity.
     """
     last, times = state.synced
     state.synced = step, times + 1 if step == last else 0
@@ -92,10 +92,7 @@ class Peer:
             if now - self._ended > _GRACE:
                 raise SyncError("the vLLM worker finished the weight sync before everything was sent. Check its log.")
         if now - since > self.timeout:
-            raise SyncError(
-                f"the vLLM worker has not answered for {self.timeout:g} s during a weight sync: it is dead, stuck or slow. "
-                "Check its log, or raise JETRL_SYNC_TIMEOUT."
-            )
+            raise protocol.silent("the vLLM worker", self.timeout)
 
 
 class Ahead:
@@ -219,12 +216,12 @@ def _remove_buffer(announced: Any) -> None:
 async def ending_early(
     weights: Any, sender: Callable[[], Any], greeted: Callable[[str], None] = lambda held: None
 ) -> AsyncIterator[Any]:
-    """Pass the stream on, and read it ahead while the sender waits for the worker.
+    """Pass the stream on, and read it ahead while the sender waits for the worker. Asynchronous streams are not read ahead.
 
-    ``greeted`` is called before the stream is read, with the identity of the weights that the worker keeps.
+    If the stream raises (NaN in a weight, …), tell the receiver that nothing more follows, or it would wait until its timeout.
 
-    If the stream raises (NaN in a weight, …), tell the receiver that nothing more follows; otherwise it would wait for the rest
-    until its timeout. A checkpoint engine receives through an asynchronous iterator, which is not read ahead.
+    Args:
+        greeted: called before the stream is read, with the identity of the weights that the worker keeps.
 
     Raises JetrlError: the error of the stream, as a SyncError if it is not one of the plugin's.
     """
@@ -246,12 +243,11 @@ async def ending_early(
             try:
                 socket.send_pyobj({"bucket_meta": {}, "is_last": True})
                 socket.recv()
-            except Exception:
-                pass  # the error that broke the stream matters more
+            except Exception:  # the error of the stream matters more
+                pass
         if isinstance(error, JetrlError):
             raise
-        text = f"the trainer could not read its weights for a sync: {type(error).__name__}: {error}"
-        raise SyncError(text) from error
+        raise SyncError(f"the trainer could not read its weights for a sync: {type(error).__name__}: {error}") from error
 
 
 def as_sync_error(error: BaseException) -> JetrlError:
@@ -308,40 +304,37 @@ def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
     return TimedReceiver(**kwargs)
 
 
-def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def update_weights_from_ipc(
+    original: Any,
+    self: Any,
+    peft_config: Any = None,
+    base_sync_done: bool = False,
+    use_shm: bool = False,
+    jetrl: dict[str, str] | None = None,
+    jetrl_sync: str = "",
+) -> Any:
     """Replace ``vLLMColocateWorkerExtension.update_weights_from_ipc``: pass buckets through the receiver's checks.
 
-    The extra argument ``jetrl`` carries the trainer's settings: it tells a patched worker that its trainer is patched, and makes
-    an unpatched worker fail at once. ``jetrl_sync`` says where they meet. An unpatched trainer waits without a limit, so its
-    data is read to the end and dropped before the error.
+    The extra argument ``jetrl`` has the settings of a patched trainer; an unpatched worker fails at once on it. ``jetrl_sync``
+    says where they meet. An unpatched trainer waits without a limit, so its data is read and dropped before the error.
     """
-
-    def update_weights_from_ipc(
-        self: Any,
-        peft_config: Any = None,
-        base_sync_done: bool = False,
-        use_shm: bool = False,
-        jetrl: dict[str, str] | None = None,
-        jetrl_sync: str = "",
-    ) -> Any:
-        if not session.is_active():
-            if jetrl is not None:
-                raise NotPatchedError("jetrl_patch was disabled in this vLLM worker. Restart the run.")
-            return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
-        config = session.active_config()
-        if jetrl is None:
-            _transport(self, use_shm, config.sync_timeout).receive_weights(lambda weights, is_last: None)
-            raise NotPatchedError(
-                "the trainer that syncs weights is not patched, but this vLLM worker is. Pass its process the same JETRL_* "
-                "variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
-            )
-        require_same("a vLLM worker", required=jetrl, found=config.to_env())
-        meet(self, jetrl_sync)
-        if not config.quantized_rollout:
-            return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
-        return _receive(self, use_shm, config.sync_timeout)
-
-    return update_weights_from_ipc
+    if not session.is_active():
+        if jetrl is not None:
+            raise NotPatchedError("jetrl_patch was disabled in this vLLM worker. Restart the run.")
+        return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+    config = session.active_config()
+    if jetrl is None:
+        _transport(self, use_shm, config.sync_timeout).receive_weights(lambda weights, is_last: None)
+        raise NotPatchedError(
+            "the trainer that syncs weights is not patched, but this vLLM worker is. Pass its process the same JETRL_* "
+            "variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
+        )
+    require_same("a vLLM worker", required=jetrl, found=config.to_env())
+    meet(self, jetrl_sync)
+    if not config.quantized_rollout:
+        return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+    return _receive(self, use_shm, config.sync_timeout)
 
 
 def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:

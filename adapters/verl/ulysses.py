@@ -1,21 +1,22 @@
 """verl's Ulysses sequence parallelism: each rank of a group holds a slice of the packed tokens of its micro-batch.
 
 verl slices the inputs and gathers the log-probs. In between, each attention layer needs an all-to-all that turns slices of all
-heads into whole sequences of some heads. verl adds it to flash attention only: with any other attention a rank attends within
-its slice, without an error. (Observed: log-probs of the second rank up to 1.56 off.) Here other attentions get it too: always in
-exact mode, and in other modes as a fix for verl's bug. Imports no torch.
+heads into whole sequences of some heads. verl adds it to flash attention only: with any other attention a rank silently attends
+within its slice (observed: log-probs of the second rank up to 1.56 off). Here other attentions get it too: in exact mode always,
+in other modes as a fix for verl's bug. Imports no torch.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.rules import raised
 
 _SIZE = "ulysses_sequence_parallel_size"
@@ -58,15 +59,12 @@ def share(module: Any, engine: Any) -> None:
         registry.models().share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
 
 
-def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def build_module(original: Any, self: Any) -> Any:
     """Wrap ``FSDPEngine._build_module``: policy and critic attend over whole sequences."""
-
-    def _build_module(self: Any) -> Any:
-        module = original(self)
-        share(module, self)
-        return module
-
-    return _build_module
+    module = original(self)
+    share(module, self)
+    return module
 
 
 def sizes(select: Select) -> dict[int, str]:
@@ -97,26 +95,21 @@ def problems(select: Select) -> Iterator[JetrlError]:
             yield ConfigError(explain(f"{named(path)}={size}", required=required, found=f"{ranks} ranks", fix=fix))
 
 
-def check_heads(select: Select, hf_config: Any) -> None:
-    """Raise ModelError if a size does not divide the model's heads as verl requires."""
+def model_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for each size above 1 at which the model needs whole sequences, or verl other numbers of heads."""
     text = hf_config.get_text_config()
     for size, path in sizes(select).items():
+        yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
         heads = text.num_attention_heads
         shared = getattr(text, "num_key_value_heads", None) or heads
         if heads % size or (shared % size and size % shared):
             required = "a divisor of the query heads, and a divisor or multiple of the key/value heads"
             found = f"{heads} and {shared} heads"
-            raise ModelError(explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size"))
-
-
-def whole(select: Select, hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for each size above 1 if the model needs whole sequences on each rank."""
-    for size, path in sizes(select).items():
-        yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
+            yield ModelError(explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size"))
 
 
 def check_whole(hf_config: Any, size: int, what: str = _SIZE) -> None:
-    """Raise ModelError if ``size`` ranks share each sequence of a model with delta nets or latent attention."""
+    """Raise ModelError if several ranks share the sequences of a model with delta nets or latent attention."""
     kinds = {"gated delta nets": has_delta_nets(hf_config), "latent attention": has_latent_attention(hf_config)}
     for kind, present in kinds.items():
         if present and size > 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, mixed, named, runs
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, mixed, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, family_of, titles
@@ -60,11 +60,6 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def is_chosen(select: Select, config: Config) -> bool:
-    """Whether VeOmni trains the actor or computes the reference, in a mode with a quantized rollout."""
-    return runs(STRATEGY, select, config)
-
-
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that is unsupported with VeOmni, the plugin's own settings first."""
     error = mixed(STRATEGY, select)
@@ -83,7 +78,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (setting, required, found, fix) for the plugin's own settings."""
+    """Yield (setting, required, found, fix) for each wrong setting of the plugin."""
     if config.precision not in PRECISIONS:
         required, fix = f"{' or '.join(PRECISIONS)} (others are untested with VeOmni)", "set precision to one of them"
         yield f"precision={config.precision!r}", required, repr(config.precision), f"{fix}, or strategy=fsdp2"
@@ -97,7 +92,7 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _parallel(select: Select) -> Iterator[JetrlError]:
-    """Yield an error for what VeOmni's workers would reject only after start-up, or compute wrongly."""
+    """Yield an error for each size that VeOmni's workers would reject only after start-up, or compute wrongly with."""
     ranks = int(select("trainer.nnodes") or 1) * int(select("trainer.n_gpus_per_node") or 1)
     if ranks == 1:
         required, fix = "two ranks or more (VeOmni does not shard for one)", "train on more ranks, or set strategy=fsdp2"
@@ -111,7 +106,7 @@ def _parallel(select: Select) -> Iterator[JetrlError]:
 
 
 def check_model(hf_config: Any) -> None:
-    """Raise ModelError for a family whose VeOmni layers have not been compared with those of transformers and of the rollout."""
+    """Raise ModelError for a family whose VeOmni layers were never compared with those of transformers and of the rollout."""
     covered, family = covering("veomni"), getattr(hf_config, "model_type", None)
     if family in covered:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from jetrl_patch.adapters.verl import logprob, ulysses
 from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, is_vision_language
-from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.patching.patch import NO_REPORT, replacement
 from jetrl_patch.registry import Patch
 from jetrl_patch.trainer.rules import raised
 
@@ -20,51 +20,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # ---- Gated delta nets: a token's output depends on a state that accumulates over the tokens before it ----
-# A packed row therefore needs its sequence boundaries. Without them a sequence starts with the state of the previous one, and no
-# error is raised. verl passes boundaries to its own forward of vision-language models, which splits a row if the delta rule does
-# not take them. verl checks that by the name of an argument. transformers' own rule, used if flash-linear-attention is not
-# installed, accepts any name through ``**kwargs`` and ignores it. Text models with delta nets get no boundaries from verl.
+# A packed row therefore needs its sequence boundaries. Without them a sequence silently starts with the state of the previous
+# one. verl passes boundaries to its own forward of vision-language models, which splits a row if the delta rule does not take
+# them. It looks for an argument's name, but transformers' own rule, used without flash-linear-attention, accepts any name through
+# ``**kwargs`` and ignores it. Text models with delta nets get no boundaries from verl.
 
 _REMOVE = f"{MODEL}.use_remove_padding"
 
 
-def delta_net_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for packed rows if the model would not get their boundaries."""
-    yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), named(_REMOVE)))
-
-
 def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding") -> None:
-    """Raise ModelError for packed rows of a model with delta nets that gets no boundaries from verl."""
+    """Raise ModelError for packed rows of a text model with delta nets."""
     if packed and has_delta_nets(hf_config) and not is_vision_language(hf_config):
         required = "one sequence per row (in a packed row each delta net would start with the state of the previous sequence)"
         found = f"True, with model_type={hf_config.model_type!r}"
         raise ModelError(explain(what, required=required, found=found, fix="set it to false"))
 
 
-def accepts(original: Callable[..., bool]) -> Callable[..., bool]:
+@replacement
+def accepts(original: Any, fn: Any, name: str) -> bool:
     """Replace ``_call_accepts_kwarg``: whether a function has a parameter of this name. ``**kwargs`` does not count."""
-
-    def _call_accepts_kwarg(fn: Any, name: str) -> bool:
-        return name in signature(fn).parameters
-
-    return _call_accepts_kwarg
+    return name in signature(fn).parameters
 
 
 # ---- Vision-language models: position ids, micro-batches without an image, and families other than Qwen's ----
 # A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl stores a batch of them
 # as a jagged tensor [B, R, j] with values [R, sum of lengths] and offsets that count tokens. It builds the tensor with
 # ``torch.nested.as_nested_tensor``, which makes the first dimension that differs between samples the jagged one. If all samples
-# have one length, or there is only one sample, none differs and torch takes R. Then the values are [B * R, length], and the
-# offsets count rows. The number of the jagged dimension is lost between processes; verl sets it to the last one in both cases.
+# have one length, none differs and torch takes R: the values are [B * R, length], and the offsets count rows. The number of the
+# jagged dimension is lost between processes; verl sets it to the last one in both cases.
 
 #: false in the one-step-off and the fully asynchronous program; free in V1's separate_async
 _HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
 def problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for each setting that is wrong or untested with a vision-language model or a model with delta nets."""
-    yield from delta_net_problems(select, hf_config)
-    yield from raised(lambda: logprob.check_setting(select, hf_config))
+    """Yield an error for each setting that is wrong or untested with delta nets or a vision tower."""
+    yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), named(_REMOVE)))
+    if select(logprob.USED):
+        yield from raised(lambda: logprob.check_fused(select(logprob.IMPLEMENTATION), hf_config))
     if is_vision_language(hf_config) and select(_HYBRID) is False:
         required = "True for a vision-language model (the one-step-off and the fully asynchronous program are untested with one)"
         fix = "set it to true and start verl.trainer.main_ppo"
@@ -100,114 +93,87 @@ def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
 
 
-def fix_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``maybe_fix_3d_position_ids``, which every worker calls before it splits a batch or computes with it."""
-
-    def maybe_fix_3d_position_ids(data: Any) -> None:
-        positions, tokens = (data.get(name, None) for name in ("position_ids", "input_ids"))
-        if positions is None or not positions.is_nested or positions.dim() != 3:
-            return
-        if tokens is None or not tokens.is_nested:
-            original(data)
-            return
-        data["position_ids"] = along_tokens(positions._values, tokens.offsets())
-
-    return maybe_fix_3d_position_ids
+@replacement
+def fix_position_ids(original: Any, data: Any) -> None:
+    """Replace ``maybe_fix_3d_position_ids``, which every worker calls before it splits or uses a batch."""
+    positions, tokens = (data.get(name, None) for name in ("position_ids", "input_ids"))
+    if positions is None or not positions.is_nested or positions.dim() != 3:
+        return
+    if tokens is None or not tokens.is_nested:
+        original(data)
+        return
+    data["position_ids"] = along_tokens(positions._values, tokens.offsets())
 
 
-def input_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def input_embeds(
+    original: Any,
+    model: Any,
+    input_ids: Any,
+    attention_mask: Any = None,
+    pixel_values: Any = None,
+    pixel_values_videos: Any = None,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+) -> Any:
     """Wrap ``qwen2_vl._get_input_embeds``: in a micro-batch without an image, run the vision tower on a dummy image."""
-
-    def _get_input_embeds(
-        model: Any,
-        input_ids: Any,
-        attention_mask: Any = None,
-        pixel_values: Any = None,
-        pixel_values_videos: Any = None,
-        image_grid_thw: Any = None,
-        video_grid_thw: Any = None,
-    ) -> Any:
-        if pixel_values is not None or pixel_values_videos is not None:
-            grids = (image_grid_thw, video_grid_thw)
-            return original(model, input_ids, attention_mask, pixel_values, pixel_values_videos, *grids)
-        embeds = model.get_input_embeddings()(input_ids)
-        return embeds + 0.0 * _mean_of_dummy(model, embeds), attention_mask
-
-    return _get_input_embeds
+    if pixel_values is not None or pixel_values_videos is not None:
+        grids = (image_grid_thw, video_grid_thw)
+        return original(model, input_ids, attention_mask, pixel_values, pixel_values_videos, *grids)
+    embeds = model.get_input_embeddings()(input_ids)
+    return embeds + 0.0 * _mean_of_dummy(model, embeds), attention_mask
 
 
-class _Unpacked:
-    """A model whose vision tower returns a tensor, as verl expects. In transformers 5 the tower returns an output object.
+@contextlib.contextmanager
+def _unpacked(tower: Any) -> Iterator[None]:
+    """While in use, a vision tower returns a tensor, as verl expects, and not the output object of transformers 5.
 
-    If FSDP2 has sharded the tower's position table, the tower runs with the table gathered.
+    Its embeddings are gathered: each is an FSDP2 unit, but the tower reads the weight of its position table directly.
     """
+    from torch import nn
+    from verl.utils.transformers_compat import unpack_visual_output
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    @property
-    def visual(self) -> Any:
-        return _Tower(self._model.visual)
-
-
-class _Tower:
-    def __init__(self, tower: Any) -> None:
-        self._tower, self.dtype = tower, tower.dtype
-
-    def __call__(self, pixels: Tensor, **kwargs: Any) -> Tensor:
-        from torch import nn
-        from verl.utils.transformers_compat import unpack_visual_output
-
+    hook = tower.register_forward_hook(lambda module, inputs, output: unpack_visual_output(output)[0])
+    try:
         with contextlib.ExitStack() as stack:
-            for module in self._tower.modules():  # each embedding is an FSDP2 unit, but the tower reads its weight directly
+            for module in tower.modules():
                 if isinstance(module, nn.Embedding):
                     stack.enter_context(logprob.gathered(module))
-            features: Tensor = unpack_visual_output(self._tower(pixels, **kwargs))[0]
-        return features
+            yield
+    finally:
+        hook.remove()
 
 
-def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def image_embeds(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a ``_get_input_embeds`` that uses the tower's output as a tensor, with an image or without one."""
-    embeds = input_embeds(original)
-
-    def _get_input_embeds(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return embeds(_Unpacked(model), *args, **kwargs)
-
-    return _get_input_embeds
+    with _unpacked(model.visual):
+        return input_embeds(original)(model, *args, **kwargs)
 
 
-def counts_text(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FlopsCounter.__init__``: a model that verl counts as a text model gets its language model's configuration."""
+@replacement
+def counts_text(original: Any, self: Any, config: Any) -> None:
+    """Wrap ``FlopsCounter.__init__``: count a model that verl takes for a text model by its ``text_config``."""
+    from verl.utils import flops_counter
 
-    def __init__(self: Any, config: Any) -> None:
-        from verl.utils import flops_counter
-
-        original(self, config)
-        as_text = flops_counter.ESTIMATE_FUNC.get(config.model_type) is flops_counter._estimate_qwen2_flops
-        if as_text and not hasattr(config, "hidden_size"):
-            self.config = copy.copy(config.get_text_config())
-            self.config.model_type = config.model_type
-
-    return __init__
+    original(self, config)
+    as_text = flops_counter.ESTIMATE_FUNC.get(config.model_type) is flops_counter._estimate_qwen2_flops
+    if as_text and not hasattr(config, "hidden_size"):
+        self.config = copy.copy(config.get_text_config())
+        self.config.model_type = config.model_type
 
 
-def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def one_for_each(original: Any, prompt_ids: list[int], processor: Any) -> list[int]:
     """Wrap ``qwen2_5_vl_dedup_image_tokens``: keep one token per image of a prompt; vLLM expands it to the image's tokens."""
+    if not is_vision_language(getattr(processor, "config", None)):
+        kept: list[int] = original(prompt_ids, processor)
+        return kept
+    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
-    def dedup(prompt_ids: list[int], processor: Any) -> list[int]:
-        if not is_vision_language(getattr(processor, "config", None)):
-            kept: list[int] = original(prompt_ids, processor)
-            return kept
-        from verl.workers.rollout.utils import get_vision_placeholder_token_ids
-
-        places = set(get_vision_placeholder_token_ids(processor))
-        before = [None, *prompt_ids[:-1]]
-        return [token for token, last in zip(prompt_ids, before, strict=True) if token != last or token not in places]
-
-    return dedup
+    places = set(get_vision_placeholder_token_ids(processor))
+    before = [None, *prompt_ids[:-1]]
+    return [token for token, last in zip(prompt_ids, before, strict=True) if token != last or token not in places]
 
 
 def _mean_of_dummy(model: Any, embeds: Tensor) -> Tensor:
@@ -224,24 +190,17 @@ def _mean_of_dummy(model: Any, embeds: Tensor) -> Tensor:
 
 # ---- The patches ----
 
-_EQUAL_LENGTHS = (
-    "verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have one length: "
-    "the step crashes in split_with_sizes or uses wrong positions. Megatron's packing is not covered"
-)
-_VERL_7901 = "https://github.com/verl-project/verl/pull/7901"
-_VERL_6814 = "https://github.com/verl-project/verl/issues/6814"
-_VERL_6659 = "https://github.com/verl-project/verl/pull/6659"
-_TRANSFORMERS_46093 = "https://github.com/huggingface/transformers/issues/46093"
 _GLM = "training GLM-4.1V in verl"
 
 VISION: tuple[Patch, ...] = (
     *(
         Patch(
             module, "maybe_fix_3d_position_ids", fix_position_ids,
-            reason=_EQUAL_LENGTHS,
+            reason="verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have "
+            "one length: the step crashes in split_with_sizes or uses wrong positions. Megatron's packing is not covered",
             remove_when="the oldest supported verl contains verl#7901, or sets the ragged dimension to the tokens wherever it "
             "makes a jagged tensor",
-            upstream=_VERL_7901,
+            upstream="https://github.com/verl-project/verl/pull/7901",
             fixes="verl",
         )
         for module in ("verl.workers.engine_workers", "verl.workers.engine.base")
@@ -259,7 +218,7 @@ VISION: tuple[Patch, ...] = (
         "verl.models.transformers.glm4v", "_get_input_embeds", image_embeds,
         reason="verl uses the vision tower's output as a tensor, which it is not in transformers 5, and FSDP2 shards the "
         "tower's position table on its own: every micro-batch crashes. Videos are untested",
-        upstream=_VERL_6814,
+        upstream="https://github.com/verl-project/verl/issues/6814",
         remove_when="verl's glm4v._get_input_embeds calls unpack_visual_output, and verl's FSDP2 wrapping leaves the tower's "
         "position embedding with its parent",
         fixes="verl",
@@ -288,7 +247,7 @@ VISION: tuple[Patch, ...] = (
             f"verl.models.transformers.{name}", "forward_with_torch_backend", logprob.forward_with_gathered_head,
             reason="verl's fused forward of vision-language models multiplies by an lm_head that FSDP2 has sharded: the step "
             "crashes, or lm_head's gradient stays local to each rank. The driver rejects the Triton forward",
-            upstream=_VERL_6659,
+            upstream="https://github.com/verl-project/verl/pull/6659",
             remove_when="verl's fused forward calls lm_head, so that FSDP2 gathers it and reduces its gradient; verl#6659 only "
             "gathers it",
             fixes="verl",
@@ -299,7 +258,7 @@ VISION: tuple[Patch, ...] = (
         "verl.models.transformers.qwen3_5", "_call_accepts_kwarg", accepts,
         reason="verl passes packed-sequence boundaries to transformers' own delta rule, which ignores them, so state leaks "
         "from one sequence to the next. Text models get no boundaries, so packed rows are an error for them",
-        upstream=_TRANSFORMERS_46093,
+        upstream="https://github.com/huggingface/transformers/issues/46093",
         remove_when="verl's _call_accepts_kwarg ignores **kwargs, or transformers' torch_chunk_gated_delta_rule honors "
         "cu_seqlens",
         fixes="verl",

@@ -16,7 +16,9 @@ from typing import Any
 from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
-__all__ = ["NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_patch", "find_target", "gated", "watch"]
+__all__ = [
+    "NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_patch", "find_target", "gated", "replacement", "watch",
+]  # fmt: skip
 
 
 # ---- A patch as data, and how it is applied ------------------------------------------------------
@@ -81,6 +83,29 @@ class OnImport:
     def target(self) -> str:
         """The dotted name for people and errors."""
         return f"{self.module}:{self.name}"
+
+
+def replacement(body: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the ``make`` of a patch from a function that takes the original before the arguments of the call.
+
+    >>> @replacement
+    ... def plus_one(original: Any, x: int) -> int:
+    ...     return original(x) + 1
+    >>> plus_one(abs)(-2)
+    3
+    """
+
+    @functools.wraps(body)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return body(original, *args, **kwargs)
+
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await body(original, *args, **kwargs)
+
+        return awaited if inspect.iscoroutinefunction(body) else call
+
+    return make
 
 
 def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:

@@ -249,7 +249,15 @@ def _some(names: set[str], most: int = 3) -> str:
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-# ---- Errors of a rollout engine's process, which the RPC layers have turned into text ------------
+# ---- Errors about a rollout engine's process, which the RPC layers may have turned into text -----
+
+def silent(who: str, timeout: float) -> SyncError:
+    """The error for a worker that did not answer for ``timeout`` seconds."""
+    return SyncError(
+        f"{who} has not answered for {timeout:g} s during a weight sync: it is dead, stuck or slow. Check its log, or raise "
+        "JETRL_SYNC_TIMEOUT."
+    )
+
 
 _KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "ModelError", "SyncError")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Audit", "Compared", "audited_metrics", "hold", "hold_figures", "sample", "say_if_nothing", "step_metrics",
-    "sync_metrics", "sync_report", "version_metrics",
+    "sync_metrics", "sync_report",
 ]  # fmt: skip
 
 
@@ -173,17 +173,18 @@ class Compared:
         return merge(Sums, self._all).figures(), merge(Sums, self._current).figures()
 
 
-def version_metrics(found: Mismatch, of_current: Mismatch) -> dict[str, float]:
-    """Return the share of tokens from other weights, and the bit-equal share of the rest."""
-    metrics = {"jetrl/stale_fraction": 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0}
-    if of_current.tokens:
-        metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
+def step_metrics(found: Mismatch, corrected: Mapping[str, float], of_current: Mismatch | None = None) -> dict[str, float]:
+    """Return the metrics of a step. Those of its correction override the defaults.
+
+    ``of_current`` is the mismatch of the tokens from the current weights, if known. It adds the share of the other tokens, and
+    its own bit-equal share.
+    """
+    metrics = {**found.as_metrics(), **_UNCORRECTED, **corrected}
+    if of_current is not None:
+        metrics["jetrl/stale_fraction"] = 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0
+        if of_current.tokens:
+            metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
     return metrics
-
-
-def step_metrics(found: Mismatch, corrected: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step. Those of its correction override the defaults."""
-    return {**found.as_metrics(), **_UNCORRECTED, **corrected}
 
 
 def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:

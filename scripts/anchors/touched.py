@@ -94,19 +94,24 @@ def _members(target: str) -> set[str]:
 def _replacement(found: Touched, patch: Patch, place: str) -> None:
     """The function that replaces the target: its parameters, and what it reads from ``self``."""
     make: Any = patch.make.func if isinstance(patch.make, functools.partial) else patch.make
-    make = inspect.unwrap(make)
+    body = getattr(make, "__wrapped__", None)  # of a function under ``@replacement``, whose first argument is the original
+    make = make if body is None else body
     with contextlib.suppress(OSError, TypeError):
         tree = ast.parse(textwrap.dedent(inspect.getsource(make)))
-        wanted = patch.attr.split(".")[-1]  # often also the name of the outer function
-        inner = [n for n in ast.walk(tree) if n is not tree.body[0] and getattr(n, "name", "") == wanted]
-        inner = [n for n in inner if isinstance(n, _FUNCTIONS[:2])]
-        if not inner:
-            return
-        found.accepts[patch.target, parameters(inner[0])] = place
-        if "." in patch.attr and inner[0].args.args:
+        function: Any = tree.body[0]
+        if body is None:
+            wanted = patch.attr.split(".")[-1]  # often also the name of the outer function
+            inner = [n for n in ast.walk(tree) if n is not function and getattr(n, "name", "") == wanted]
+            function = next((n for n in inner if isinstance(n, _FUNCTIONS[:2])), None)
+            if function is None:
+                return
+        else:
+            del function.args.args[0]
+        found.accepts[patch.target, parameters(function)] = place
+        if "." in patch.attr and function.args.args:
             owner = f"{patch.module}.{patch.attr.rpartition('.')[0]}"
             reader = _Reader(found, place, ast.parse(Path(inspect.getsourcefile(make) or "").read_text()))
-            reader.function(inner[0], {inner[0].args.args[0].arg: MIXED_IN.get(owner, owner)})
+            reader.function(function, {function.args.args[0].arg: MIXED_IN.get(owner, owner)})
 
 
 class _Reader:

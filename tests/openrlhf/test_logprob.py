@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import logprob, state
-from jetrl_patch.adapters.openrlhf.adapter import SAME_LOG_PROBS
+from jetrl_patch.adapters.openrlhf.adapter import PATCHES
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.exact import logprob as log_softmax
@@ -157,7 +157,7 @@ def test_gradients_flow_through_both_kinds_of_rows():
 
 def test_turns_that_the_mask_would_join_are_refused(monkeypatch):
     """vLLM bans the end at the first token of each request; a mask that is one run shows one of them."""
-    process = applied(logprob.process_response, SAME_LOG_PROBS, lambda self, response, **kwargs: response)
+    process = applied(logprob.process_response, PATCHES, lambda self, response, **kwargs: response)
     apart, joined = ({"action_ranges": [(1, 3), (start, 6), (7, 9)]} for start in (4, 3))
     assert process(None, apart, max_len=9) is apart
     with pytest.raises(ConfigError, match=r"found a turn that begins at token 3, where another ends\. Return a non-empty"):
@@ -176,7 +176,7 @@ def test_first_tokens():
 def test_outside_of_exact_mode_the_original_computes(monkeypatch):
     monkeypatch.setattr(session, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
     calls = []
-    applied(logprob.log_probs_from_logits, SAME_LOG_PROBS, lambda *args: calls.append(args))(1, 2)
+    applied(logprob.log_probs_from_logits, PATCHES, lambda *args: calls.append(args))(1, 2)
     assert calls == [(1, 2)]
     logprob.check_sampling(7)
 

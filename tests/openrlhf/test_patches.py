@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from jetrl_patch.adapters.openrlhf import metrics, startup
-from jetrl_patch.adapters.openrlhf.adapter import EVERY_MODE
+from jetrl_patch.adapters.openrlhf.adapter import PATCHES
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError
 from tests.patches import applied
@@ -93,7 +93,7 @@ def test_an_actor_that_stands_otherwise_stops_the_run(changes, error, says):
 def test_log_probs_are_asked_for_when_no_correction_does(monkeypatch):
     from jetrl_patch import session
 
-    made = applied(metrics.sampling_params, EVERY_MODE, lambda **kwargs: kwargs)
+    made = applied(metrics.sampling_params, PATCHES, lambda **kwargs: kwargs)
     assert made(logprobs=None, min_tokens=1) == {"logprobs": None, "min_tokens": 1}
     monkeypatch.setattr(session, "is_active", lambda: True)
     monkeypatch.setattr(session, "active_config", lambda: EXACT)

@@ -10,7 +10,7 @@ import pytest
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
-from jetrl_patch.adapters.openrlhf.adapter import EVERY_MODE
+from jetrl_patch.adapters.openrlhf.adapter import PATCHES
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, NotPatchedError
 from tests.models import save
@@ -142,7 +142,7 @@ def test_completing_says_what_it_changed():
 
 
 def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
-    made = applied(settings.get_strategy, EVERY_MODE, lambda args: args)
+    made = applied(settings.get_strategy, PATCHES, lambda args: args)
     args = arguments()
     assert made(args) is args and not hasattr(args, "jetrl")  # not enabled: passes through
     monkeypatch.setattr(session, "is_active", lambda: True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import model as weights
-from jetrl_patch.adapters.openrlhf.adapter import ADAPTER, SAME_WEIGHTS
+from jetrl_patch.adapters.openrlhf.adapter import ADAPTER, PATCHES
 from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import swap_linears
@@ -57,7 +57,7 @@ class Strategy:
     def __init__(self, stage):
         self.stage = stage
 
-    @partial(applied, weights.optimizer_step, SAME_WEIGHTS)
+    @partial(applied, weights.optimizer_step, PATCHES)
     def optimizer_step(self, _optimizer, model, _scheduler, name="model"):
         (model.model if isinstance(model, Actor) else model).step()
 
@@ -67,7 +67,7 @@ class Trainer:
         self.actor, self.strategy, self.seen = Actor(**settings), Strategy(stage), []
         self.stepped = self.actor.model if bare else self.actor
 
-    @partial(applied, weights.ppo_train, SAME_WEIGHTS)
+    @partial(applied, weights.ppo_train, PATCHES)
     def ppo_train(self, kl_ctl):
         layer = self.actor.model.module.layers[0]["q_proj"]
         for _ in range(4):  # micro-batches, of which two make an update

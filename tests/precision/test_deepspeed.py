@@ -55,7 +55,7 @@ def test_steps_are_counted_and_micro_batches_are_not(on, monkeypatch, actor):
     for overflow in (False, True, True, False):
         for _ in range(2):
             step(engine, overflow, actor)
-    assert settings.figures() == {"loss_scale": 2.0**14, "skipped_steps": 2.0}
+    assert WORKER.loss_scale.figures() == {"loss_scale": 2.0**14, "skipped_steps": 2.0}
     assert WORKER.loss_scale.in_a_row == 0
 
 
@@ -81,4 +81,4 @@ def test_an_unpatched_process_is_left_alone():
     assert not jetrl_patch.status().enabled
     engine = Engine()
     step(engine, False)
-    assert (engine.micro_steps, settings.figures()) == (1, {})
+    assert (engine.micro_steps, WORKER.loss_scale.figures()) == (1, {})

@@ -25,13 +25,8 @@ def own():
 
 
 def merged(given, config=CONFIG):
-    hooks = []
-
-    def make(hook):
-        hooks.append(hook)
-        return print
-
-    return nodes.merge_runtime_env(given, config, make), hooks[0]
+    found, hook = nodes.merge_runtime_env(given, config)
+    return {**found, nodes.HOOK: print}, hook
 
 
 def test_the_name_of_the_hook_variable_is_rays():

@@ -64,7 +64,7 @@ def test_verls_own_helper_is_neither(mode):
 )
 def test_other_modes_keep_verls_own(mode, config):
     mode(config)
-    patches = (adapter.TEMPERATURE, *adapter.SAME_LOG_PROBS)
+    patches = (adapter.TEMPERATURE, *adapter.PATCHES)
     scaled = applied(logprob.scale_logits, patches, _original)
     assert scaled(LOGITS, 1.0, is_unit_temperature=True) == "verl's own"
     assert applied(logprob.logprobs_from_logits, patches, _original)(LOGITS, LABELS) == "verl's own"

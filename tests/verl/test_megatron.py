@@ -149,7 +149,7 @@ def test_the_driver_restarts_with_megatrons_settings_and_says_so(composed, insta
     jetrl_patch.enable(precision="fp8-unified")
     verl_config = composed("actor_rollout_ref.model.use_remove_padding=false")
     with caplog.at_level("WARNING"):  # vLLM's server, once imported, sets the root logger's level to ERROR
-        settings.validate_config(lambda config: None)(verl_config)
+        settings.settled(lambda config: None)(verl_config)
     config = jetrl_patch.status().config
     assert (config.align, config.backend, os.environ["JETRL_BACKEND"]) == ("linear", "te", "te")
     assert caplog.text.count("align='linear', backend='te', because verl's settings need it") == 1

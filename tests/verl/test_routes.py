@@ -12,6 +12,7 @@ from jetrl_patch.adapters.verl import routes, settings
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ModelError, VersionError
+from jetrl_patch.measure.routes import compare
 from tests import models
 
 LENGTHS, LAYERS, K = (3, 5), 4, 2
@@ -39,7 +40,7 @@ def test_routes_are_found_where_the_tokens_are(packed):
     padded = own if packed else [torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, width - len(rows))) for rows in own]
     everything = torch.cat([*padded, torch.zeros(2 if packed else 0, LAYERS, K, dtype=torch.long)])  # verl pads packed rows too
     ids = jagged([torch.arange(n) for n in LENGTHS])
-    found = routes.compare_routes(*split(routes.recorded(ids, jagged(theirs), packed), {n: everything[:, n] for n in (1, 3)}))
+    found = compare(*split(routes.recorded(ids, jagged(theirs), packed), {n: everything[:, n] for n in (1, 3)}))
     assert (found.compared, found.differ) == (2 * (2 + 3), 1)
 
 

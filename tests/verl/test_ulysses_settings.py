@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -55,17 +56,13 @@ def test_the_settings_are_judged_where_verl_reads_them(base):
     ("heads", "shared", "fits"), [(4, 2, {2, 4}), (12, 3, {3, 6, 12}), (8, 8, {2, 4, 8}), (6, 1, {2, 3, 6})]
 )
 def test_heads_that_the_ranks_can_share(heads, shared, fits):
-    hf_config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=shared)
+    hf_config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=shared, model_type="llama")
     hf_config.get_text_config = lambda: hf_config
     for size in range(2, 13):
-        cut = {SIZES[0]: size}.get
-        if size in fits:
-            ulysses.check_heads(cut, hf_config)
-        else:
-            with pytest.raises(
-                ModelError, match=rf"size={size}: required a divisor .*found {heads} and {shared} heads\. Choose"
-            ):
-                ulysses.check_heads(cut, hf_config)
+        found = list(ulysses.model_problems({SIZES[0]: size}.get, hf_config))
+        assert len(found) == (size not in fits) and all(isinstance(problem, ModelError) for problem in found)
+        for problem in found:
+            assert re.search(rf"size={size}: required a divisor .*found {heads} and {shared} heads\. Choose", str(problem))
 
 
 def engine_of(size: int) -> SimpleNamespace:
@@ -142,7 +139,6 @@ def test_of_ranks_with_the_same_tokens_one_reports_a_bypassed_batch(monkeypatch)
 
     for first in (True, False):
         monkeypatch.setattr(sync.WORKER, "measured", ["sums"])
-        assert (
-            sync._measured(SimpleNamespace(is_mp_src_rank_with_outputs=lambda first=first: first)) == ["sums"] * first
-        )
+        found = sync._compared(SimpleNamespace(is_mp_src_rank_with_outputs=lambda first=first: first))
+        assert found["bypass_mode"] == ["sums"] * first
         assert sync.WORKER.measured == []
