@@ -18,9 +18,9 @@ from jetrl_patch.trainer.rules import raised
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield the error of the checkpoint that OpenRLHF would resume from, in the driver, before an actor starts.
+    """Yield an error if OpenRLHF would resume from a checkpoint of other settings, before any actor starts.
 
-    If the driver does not see the folder, the actors check it.
+    The actors check a folder that the driver cannot see.
     """
     folder = resumed(select).path
     if os.path.isdir(folder):
@@ -28,7 +28,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 
 def resumed(select: Callable[[str], Any]) -> Place:
-    """Return the folder of the tag that OpenRLHF resumes from; an empty path if it starts anew."""
+    """Return the folder of the tag that OpenRLHF resumes from; an empty path if it starts from scratch."""
     root = os.path.join(select("ckpt.path") or "", "_actor")
     tag = _latest(root) if select("ckpt.load_enable") else ""
     return Place("--ckpt.path", os.path.join(root, tag) if tag else "")
@@ -38,9 +38,9 @@ def resumed(select: Callable[[str], Any]) -> Place:
 def save_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DeepspeedStrategy.save_ckpt``: add ``invariant_scale`` to the client state, and ``jetrl.json`` to the tag's folder.
 
-    DeepSpeed's checkpoints hold no configuration, so the scale goes into the client state that OpenRLHF saves with them. Rank 0
-    writes ``jetrl.json`` after OpenRLHF has deleted old checkpoints, which would include a new folder without a metric. DeepSpeed
-    marks the checkpoint as the latest afterwards, so a run killed in between leaves no checkpoint without a record.
+    DeepSpeed's checkpoints hold no configuration, so the scale goes into OpenRLHF's client state. Rank 0 writes ``jetrl.json``
+    after OpenRLHF has deleted old checkpoints, or OpenRLHF would delete the new folder, which has no metric yet. DeepSpeed marks
+    the checkpoint as the latest afterwards, so a run that is killed in between leaves no checkpoint without a record.
     """
     bound, config = inspect.signature(original).bind(self, *args, **kwargs), session.active_config()
     model = bound.arguments["model"]

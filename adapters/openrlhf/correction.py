@@ -1,8 +1,8 @@
 """jetrl_patch's corrections in OpenRLHF: by its flags where it has the formula, otherwise by weights in ``PolicyLoss``.
 
 ``--algo.advantage.is_correction_level token`` clamps (``tis``) or drops (``mis``, ``icepop``) token by token. OpenRLHF has no
-product over a sequence. Its ``seq`` drops by the geometric mean like ``geo-mis``, but gives the rest per-token weights instead of
-1. The plugin therefore computes ``seq-tis``, ``seq-mis``, ``geo-mis`` and ACR itself.
+product over a sequence, and its ``seq`` drops by the geometric mean like ``geo-mis`` but weights the remaining tokens. So the
+plugin computes ``seq-tis``, ``seq-mis``, ``geo-mis`` and ACR itself.
 """
 
 from __future__ import annotations
@@ -50,18 +50,13 @@ def in_use(advantage: Any, config: Config) -> tuple[str, tuple[float, float]] | 
     level = getattr(advantage, "is_correction_level", "off")
     if level == "off":
         return "none", (0.0, math.inf)
-    low, high = bounds_in_use(advantage)
+    bounds = [float(value) for value in advantage.is_correction_threshold]
+    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
     if level != "token" or advantage.is_correction_gating != "ratio":
         return None
     if advantage.is_correction_mode == "clip":
         return ("tis", (low, high)) if low == 0.0 else None
     return ("mis" if low == 0.0 else "icepop"), (low, high)
-
-
-def bounds_in_use(advantage: Any) -> tuple[float, float]:
-    """Return (low, high) of OpenRLHF's threshold, which may be one number."""
-    bounds = [float(value) for value in advantage.is_correction_threshold]
-    return (bounds[0], bounds[1]) if len(bounds) == 2 else (0.0, bounds[0])
 
 
 def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:

@@ -35,7 +35,7 @@ def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
 
 @replacement
 def dispatch_forward(original: Any, self: Any, group: Any, sync_condition: bool, **kwargs: Any) -> Any:
-    """Wrap ``RemoteExperienceMaker._dispatch_forward``: the policy's log-probs are those of the samples."""
+    """Wrap ``RemoteExperienceMaker._dispatch_forward``: the samples' log-probs serve as the policy's."""
     if DRIVER.skipped is None or group is not self.actor_model_group:
         return original(self, group, sync_condition, **kwargs)
     import ray
@@ -109,7 +109,7 @@ def check_forward(log_probs: Any) -> None:
 # samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by −log(1 − p(EOS)). The
 # trainer bans EOS there too.
 
-#: a banned logit: its exp is 0, like that of -inf
+#: value of a banned logit: its exp is 0 as for -inf
 BANNED = -1e30
 
 #: the largest ``min_tokens`` that the trainer reproduces

@@ -84,15 +84,12 @@ async def execute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 logger = logging.getLogger(__name__)
 
-#: vLLM returns log-probs after its sampler's processing, which the trainer reproduces
-LOGPROBS_MODE = "processed_logprobs"
-
 
 @replacement
 def create_vllm_engines(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``create_vllm_engines``: engines return processed log-probs even without a correction."""
     bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.arguments["logprobs_mode"] = LOGPROBS_MODE
+    bound.arguments["logprobs_mode"] = "processed_logprobs"  # after the sampler's processing, which the trainer reproduces
     return original(*bound.args, **bound.kwargs)
 
 

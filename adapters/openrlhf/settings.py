@@ -1,4 +1,4 @@
-"""Check and complete OpenRLHF's arguments before any actor starts, so that the user need not edit them."""
+"""Check and complete OpenRLHF's arguments before any actor starts, so the user need not edit them."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def _without_rollout(where: str) -> ConfigError:
 
 
 def check_mark(args: Any, where: str) -> None:
-    """Compare the settings that the driver stored in the arguments with those of this process."""
+    """Compare this process's settings with those that the driver stored in the arguments."""
     unpatched = f"OpenRLHF's driver is not patched, but {where} is. {START}"
     rules.check(getattr(args, MARK, None), session.active_config(), where, unpatched)
 

@@ -35,7 +35,7 @@ def tell(trainer: Any, guarded: Sequence[str]) -> None:
 
 # ---- The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported
 # ``ActorPPOTrainer.broadcast_to_vllm`` runs on every rank and sends buckets through ``transport.py``. The first sync runs when
-# the trainer is built, so that both sides are compared before the first rollout.
+# the trainer is built, so both sides are compared before the first rollout.
 
 @replacement
 def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,33 +20,29 @@ from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 # vLLM caches an image's features. A weight sync changes the vision tower unless it is frozen, and makes them stale.
 
 _REMOVE = "remove the flag"
-_IMAGES = "data.max_images_per_prompt"
 
 #: for vision-language models
 RULES: tuple[Rule, ...] = (
     Rule("ds.packing_samples", is_set, "one sample a row for vision-language models (packing has not run)", _REMOVE, "quantized"),
     Rule(
-        "train.partial_rollout_enable",
-        is_set,
-        "whole rollouts for a vision-language model (a sync drops the cached images of paused requests)",
-        _REMOVE,
-        "quantized",
+        "train.partial_rollout_enable", is_set,
+        "whole rollouts for a vision-language model (a sync drops the cached images of paused requests)", _REMOVE, "quantized",
     ),
-)
+)  # fmt: skip
 #: for all others
 TEXT_RULES: tuple[Rule, ...] = (
-    Rule(_IMAGES, positive, "0 for a model without a vision tower", "set it to 0", "quantized"),
+    Rule("data.max_images_per_prompt", positive, "0 for a model without a vision tower", "set it to 0", "quantized"),
 )
 
-#: added to a logit so that vLLM never samples the token
+#: added to the logit of a token that vLLM must never sample
 _NEVER = -100.0
 
 
 def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each argument that is wrong or untested with this kind of model."""
     rules = RULES if is_vision_language(hf_config) else TEXT_RULES
-    beside = f"model_type={getattr(hf_config, 'model_type', None)!r}"
-    yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}", beside)
+    model = f"model_type={getattr(hf_config, 'model_type', None)!r}"
+    yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}", model)
 
 
 def placeholders(hf_config: Any) -> list[int]:

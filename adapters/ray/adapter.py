@@ -32,7 +32,7 @@ def init(original: Any, *args: Any, **kwargs: Any) -> Any:
     config = session.active_config()
     _refuse_client(args[0] if args else kwargs.get("address"))
     with _submitted_job(config) as (job, hook):
-        # Ray uses that of ``job_config`` only without the argument
+        # like Ray, which reads ``job_config`` only without ``runtime_env``
         given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
         kwargs["runtime_env"], own = merge_runtime_env(given, config)
         kwargs["runtime_env"][HOOK] = make_hook(VERSION, config.to_env(), _one_of(own, hook))

@@ -237,7 +237,8 @@ def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, att
         try:
             answers[asked[task]] = ray.get(task)
         except Exception as error:  # the reason why the worker did not answer is the result
-            answers[asked[task]] = f"{type(error).__name__}: {_first_line(error)}"
+            lines = str(error).strip().splitlines()
+            answers[asked[task]] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     return answers
 
 
@@ -257,8 +258,3 @@ def _status(node: Mapping[str, Any], answer: Any, reason: Any) -> NodeStatus:
         error=error,
         report=report,
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"

@@ -20,6 +20,6 @@ DIFFERENCES = (_TEMPERATURE,)
 
 @functools.cache
 def wants_float_logits() -> bool:
-    """Whether this verl divides by the temperature in line, so that the logits' dtype alone decides the rounding."""
+    """Whether this verl divides by the temperature in the logits' own dtype."""
     found = installed_version("verl")
     return found is not None and Version(found) < Version(_TEMPERATURE.changed_in)

@@ -35,8 +35,8 @@ def compute_is_metrics(original: Any, rollout_is_weights: Any, *args: Any, **kwa
 
 
 # ---- QuRL's adaptive clipping range (ACR), an entry of verl's registry of policy losses ----
-# The loss needs the ratio ρ before truncation, but verl passes its losses one tensor, ``rollout_is_weights``. So verl computes
-# and logs its truncated weights (``rollout_corr/*``) as usual, and the plugin then replaces the tensor by ρ.
+# The loss needs the ratio ρ before truncation, but verl passes its losses only the truncated ``rollout_is_weights``. So verl
+# computes and logs these (``rollout_corr/*``) as usual, and the plugin then replaces the tensor by ρ.
 
 #: above e^20, the largest ratio after verl's clamp
 _NO_CAP = 1e9
@@ -141,12 +141,12 @@ def _fields(config: Config) -> dict[str, Any]:
 
 
 def wanted(verl_config: Any, config: Config) -> dict[str, Any]:
-    """Return the settings, by path, that the correction, ACR and verl's bypass mode need."""
+    """Return the settings that the correction, ACR and verl's bypass mode need: path -> value."""
     found = {f"{CORRECTION}.{name}": value for name, value in _fields(config).items()}
     if config.acr:
         found[f"{POLICY_LOSS}.loss_mode"] = ACR_LOSS
     if is_bypassed(verl_config):
-        # verl sets these at the first batch (V0) or never (V1), too late: the workers already have their own copy
+        # verl sets these at the first batch (V0) or never (V1), when the workers already have their own copy
         found[f"{POLICY_LOSS}.loss_mode"] = "bypass_mode"
         found[f"{POLICY_LOSS}.rollout_correction"] = {**_section(verl_config), **_fields(config)}
     return found
@@ -158,12 +158,12 @@ def drops_tokens(config: Config) -> bool:
 
 
 def is_bypassed(verl_config: Any) -> bool:
-    """Whether verl uses the rollout's log-probs as the old ones, so that no forward pass compares the two."""
+    """Whether verl uses the rollout's log-probs as the old ones. Then no forward pass compares the two."""
     return bool(_section(verl_config).get("bypass_mode"))
 
 
 def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]] | None:
-    """Return the name and interval of the correction in a ``rollout_correction`` section, whether the user or the plugin set it.
+    """Return the name and interval of the correction in a ``rollout_correction`` section, the user's or the plugin's.
 
     ``("none", (0, inf))`` without a correction; None for a correction that the plugin has no name for.
     """

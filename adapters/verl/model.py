@@ -158,7 +158,7 @@ class Fp8Experts:
 
 
 def _use_fp8_experts(experts: Any) -> None:
-    """Swap the class of each module of experts. The new class has the old name, by which the plugin recognizes experts."""
+    """Swap the class of each module of experts. The plugin recognizes experts by their class's name, so that stays."""
     for module in experts.values():
         own = type(module)
         module.__class__ = type(own.__name__, (Fp8Experts, own), {"__module__": own.__module__})

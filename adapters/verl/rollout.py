@@ -100,7 +100,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(explain(f"{named(path)} with {setting}", required=required, found=str(size), fix=fix))
 
 
-# ---- ``old_log_probs="rollout"``: settings that need verl's pass for old log-probs, or leave its absence unchecked ----
+# ---- ``old_log_probs="rollout"``: settings that need verl's pass for old log-probs, or disable the check which replaces it ----
 
 _NO_SUM = "no sum over the vocabulary, which only the pass computes"
 _COMPARED = "a policy loss for every update, which compares the log-probs"
@@ -130,7 +130,7 @@ def chosen(select: Select, asked: Config) -> Config:
 
 
 def old_log_prob_problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting of verl that needs the pass, or under which nothing would check its absence."""
+    """Yield an error for each setting of verl that needs the pass, or that disables the check which replaces it."""
     if config.skips_old_pass:
         yield from broken(_RULES, select, config, named, "old_log_probs='rollout'")
 

@@ -81,7 +81,7 @@ def _place(select: Select, setting: str) -> Place:
 
 
 def _pools(select: Select) -> Iterator[Pool]:
-    """verl gives each of these a resource pool of its own."""
+    """The resource pools that verl creates."""
     owners = ["trainer"]
     if select(f"{_REWARD}.enable_resource_pool"):
         owners.append(_REWARD)

@@ -1,4 +1,4 @@
-"""Check and complete verl's configuration before anything starts, so that the user need not edit it. Imports no torch."""
+"""Check and complete verl's configuration before anything starts, so the user need not edit it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     for key, value in (overrides.get("model_config", overrides) or {}).items():  # verl reads only this section with Megatron
         if key not in _HARMLESS and (value or key not in _DROPOUTS):
             what = f"{named(f'{_OVERRIDE}.{key}')} with align='exact'"
-            required = "the rollout's value, which is that of config.json"
+            required = "the value in config.json, which the rollout reads"
             yield ConfigError(explain(what, required=required, found=repr(value), fix="remove it and change config.json"))
 
 
@@ -253,7 +253,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted |= megatron.wanted(select)
     fused = logprob.is_used(select, config)
     if fused:
-        wanted[logprob.IMPLEMENTATION] = "torch"  # the one that calls ``FusedLinearForPPO``
+        wanted[logprob.IMPLEMENTATION] = "torch"  # only this implementation calls ``FusedLinearForPPO``
     wanted |= lora.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= precision.optimizer_wanted(select, config)

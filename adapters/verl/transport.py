@@ -166,7 +166,7 @@ class WatchedSocket:
         return reply
 
     def close(self) -> None:
-        """Drop undelivered messages, so that the process can exit."""
+        """Close at once and drop undelivered messages, which would keep the process from exiting."""
         self._socket.close(linger=0)
 
     def _wait(self, event: int) -> None:

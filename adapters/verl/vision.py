@@ -248,7 +248,7 @@ VISION: tuple[Patch, ...] = (
             reason="verl's fused forward of vision-language models multiplies by an lm_head that FSDP2 has sharded: the step "
             "crashes, or lm_head's gradient stays local to each rank. The driver rejects the Triton forward",
             upstream="https://github.com/verl-project/verl/pull/6659",
-            remove_when="verl's fused forward calls lm_head, so that FSDP2 gathers it and reduces its gradient; verl#6659 only "
+            remove_when="verl's fused forward calls lm_head, and FSDP2 thus gathers it and reduces its gradient; verl#6659 only "
             "gathers it",
             fixes="verl",
         )
