@@ -45,6 +45,8 @@ def visited() -> Iterator[list[str]]:
     known: dict[CodeType, str] = {}
 
     def place(code: CodeType) -> str:
+        if code.co_qualname.startswith("replacement."):  # what every patch puts around its replacement
+            return ""
         path = Path(code.co_filename)
         inside = path.is_relative_to(ROOT / "jetrl_patch") or path.is_relative_to(ROOT / "adapters")
         return path.relative_to(ROOT).as_posix() if inside else ""
