@@ -1,31 +1,22 @@
 """The vLLM engine arguments that a quantized mode accepts from the user, in one table, grouped by meaning.
 
-Training frameworks hand arguments to vLLM unread. Only an argument that somebody has judged is accepted; every other one is
-refused, including those that a later vLLM adds. Names are those of ``EngineArgs`` and ``vllm serve``. Importing this file does
-not import vLLM, because a driver and the doctor use it too.
+Training frameworks pass arguments to vLLM unread. Only reviewed arguments are accepted; all others are refused, including those
+that a later vLLM adds. Names are those of ``EngineArgs`` and ``vllm serve``. Importing this file does not import vLLM, because a
+driver and the doctor use it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-__all__ = ["FREE", "KERNELS", "argument_problems", "kv_cache_error"]
 
-
-@dataclass(frozen=True)
-class Group:
-    """Arguments that are accepted for one reason.
-
-    Attributes:
-        reason: why they affect neither what is computed nor how weights are loaded.
-        names: the arguments.
-    """
+class Group(NamedTuple):
+    """Arguments that are accepted for one reason: why they affect neither what is computed nor how weights are loaded."""
 
     reason: str
     names: frozenset[str]
@@ -98,8 +89,7 @@ KERNELS: tuple[Group, ...] = (
 _CAPTURE = frozenset({"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_num_of_warmups"})
 
 
-@dataclass(frozen=True)
-class _Value:
+class _Value(NamedTuple):
     """An argument that is accepted with some values.
 
     Attributes:
@@ -196,20 +186,16 @@ def _short(value: Any) -> str:
 
 def kv_cache_error() -> ConfigError | None:
     """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""
-    problem = kv_cache_problem()
-    if not problem:
-        return None
-    return ConfigError(
-        explain("kv_cache='fp8'", required="a device with an FP8 KV cache", found=problem, fix="drop kv_cache")
-    )
+    problem, required = kv_cache_problem(), "a device with an FP8 KV cache"
+    return ConfigError(explain("kv_cache='fp8'", required=required, found=problem, fix="drop kv_cache")) if problem else None
 
 
 def kv_cache_problem() -> str:
-    """Return why vLLM has no FP8 KV cache on this machine; empty if it has one, or if this process has no device."""
+    """Return why vLLM has no FP8 KV cache on this machine; empty if it has one, or if this process sees no device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():
-        return ""  # a driver without a device: the engine's process checks again
+        return ""  # in a driver without a device; the engine's process checks again
     if current_platform.is_cpu():
         import torch
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

@@ -19,18 +19,13 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 
-__all__ = [
-    "ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAttentionImpl", "ExactCudaAttentionBackend",
-    "ExactCudaAttentionBuilder", "ExactCudaAttentionImpl", "ExactCudaMetadata", "attend",
-]  # fmt: skip
-
-
 # ---- What every device shares --------------------------------------------------------------------
 
 class _ExactImpl:
     """Causal BF16 attention over whole contexts. It refuses, by name, every feature that would change the formula."""
 
     jetrl_exact = True
+    scale: float  # vLLM's class sets it
 
     def __init__(
         self,
@@ -64,30 +59,44 @@ class _ExactImpl:
                 f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Use align='linear'."
             )
         settings = (num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None)
-        super().__init__(*settings)  # type: ignore[call-arg]  # of vLLM's class beside this one
+        super().__init__(*settings)  # type: ignore[call-arg]  # the constructor of vLLM's class, the other base
 
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View vLLM's cache as keys and values, each ``[blocks, block size, KH, D]`` with any strides."""
+        raise NotImplementedError
 
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
-) -> torch.Tensor:
-    """Fill ``output [T, H, D]`` in place and return it.
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Fill ``output [T, H, D]`` in place from ``query [T, H, D]``, both BF16. Keys and values are in the cache already.
 
-    Args:
-        query: ``[T, H, D]``; in ``query`` and ``output``, rows from ``step.num_actual_tokens`` on are padding.
-        keys, values: the cache, each ``[blocks, block size, KH, D]`` with any strides.
-        step: the backend's step metadata, with vLLM's field names.
-    """
-    tokens = step.num_actual_tokens
-    rows = output[:tokens].view(tokens, *query.shape[1:])
-    ops.attention_paged(
-        query[:tokens], keys, values, step.block_table, step.seq_lens, step.query_start_loc, scale, rows
-    )
-    return output
+        Rows from ``attn_metadata.num_actual_tokens`` on are padding.
+        """
+        if attn_metadata is None:  # vLLM's memory profiling run
+            return output.fill_(0)
+        if output_scale is not None or output_block_scale is not None:
+            raise ModelError(
+                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
+            )
+        step, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        rows = output[:tokens].view(tokens, *query.shape[1:])
+        cache = (*self.pages(kv_cache), step.block_table, step.seq_lens, step.query_start_loc)
+        ops.attention_paged(query[:tokens], *cache, self.scale, rows)
+        return output
 
 
 # ---- On a CPU ------------------------------------------------------------------------------------
-# The backend keeps vLLM's name, scheduler and blocks. Inside a block it has its own layout: the ``KH * BS * 2D`` elements are
-# ``[2, BS, KH, D]``, keys before values, so that the keys of a token are contiguous. Nothing else reads inside a block, so prefix
+# The backend keeps vLLM's name, scheduler and blocks, but inside a block it has its own layout: the ``KH * BS * 2D`` elements are
+# ``[2, BS, KH, D]``, keys before values, which keeps the keys of a token contiguous. Nothing else reads inside a block, so prefix
 # caching and chunked prefill work as in vLLM.
 
 class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
@@ -97,9 +106,7 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
         # Skip the parent's constructor: it selects an instruction set for vLLM's kernel and limits the head sizes.
         super(CPUAttentionMetadataBuilder, self).__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> CPUAttentionMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CPUAttentionMetadata:
         """Describe the step as vLLM does, without a work plan."""
         common = common_attn_metadata
         return CPUAttentionMetadata(
@@ -118,9 +125,8 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
     """The trainer's kernel over its own layout of vLLM's cache."""
 
-    @staticmethod
-    def pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View vLLM's cache ``[NB, KH, BS, 2D]`` as keys and values, each ``[NB, BS, KH, D]``."""
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From ``[blocks, KH, block size, 2D]``."""
         blocks, kv_heads, size, width = kv_cache.shape
         paged = kv_cache.view(blocks, 2, size, kv_heads, width // 2)
         return paged[:, 0], paged[:, 1]
@@ -145,24 +151,6 @@ class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
         keys[block, row] = key
         values[block, row] = value
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Fill ``output [T, H, D]`` in place from ``query [T, H, D]``, both BF16."""
-        if attn_metadata is None:
-            return output
-        keys, values = self.pages(kv_cache)
-        return attend(query, keys, values, attn_metadata, self.scale, output)
-
 
 class ExactCPUAttentionBackend(CPUAttentionBackend):
     """Replaces vLLM's ``CPU_ATTN`` under the same name."""
@@ -183,7 +171,7 @@ class ExactCPUAttentionBackend(CPUAttentionBackend):
 
 # ---- On CUDA -------------------------------------------------------------------------------------
 # The kernel is the project's own, or FlashAttention-3 (``exact.trial``). Everything else is vLLM's Triton backend: the cache, its
-# layouts, and the code that fills it. Metadata stay on the device and nothing is read back. Grids follow from shapes, so a CUDA
+# layouts, and the code that fills it. Metadata stays on the device and nothing is read back. Grids follow from shapes, so a CUDA
 # graph can hold a decoding step.
 
 @dataclass
@@ -233,31 +221,13 @@ class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
         """Return False: the output is rounded to BF16 once."""
         return False
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``query [T, H, D]`` BF16, ``kv_cache`` in any layout of vLLM's Triton backend -> ``output``, in place."""
-        if attn_metadata is None:  # vLLM's memory profiling run
-            return output.fill_(0)
-        if output_scale is not None or output_block_scale is not None:
-            raise ModelError(
-                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
-            )
-        keys, values = paged_keys_and_values(kv_cache, self.head_size)
-        return attend(query, keys, values, attn_metadata, self.scale, output)
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From any layout of vLLM's Triton backend."""
+        return paged_keys_and_values(kv_cache, self.head_size)
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):
-    """vLLM's ``CUSTOM`` backend. It supports only what the exact kernel computes."""
+    """vLLM's ``CUSTOM`` backend. It accepts only what the exact kernel computes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]

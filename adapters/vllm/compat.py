@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -12,11 +13,6 @@ from jetrl_patch.patching.guards import Difference, installed_version
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-
-__all__ = [
-    "DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "paged_keys_and_values",
-    "routes_error", "sequence_parallel",
-]  # fmt: skip
 
 _ASKS = Difference(
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
@@ -29,7 +25,7 @@ _RETURNS = Difference(
     "vllm.config.ModelConfig.enable_return_routed_experts",
     changed_in="0.31",
     added=False,
-    handled="since then only the newer model runner returns experts, and CPUs lack it: handled as before 0.28",
+    handled="since then only the newer model runner returns experts, and it does not run on CPUs: handled as before 0.28",
 )
 
 DIFFERENCES = (
@@ -39,7 +35,7 @@ DIFFERENCES = (
         "vllm.config.PassConfig.enable_sp",
         changed_in="0.32",
         added=False,
-        handled="vLLM removed the compiler pass itself, so there is nothing to refuse",
+        handled="vLLM removed the compiler pass, so there is nothing to refuse",
     ),
     Difference(
         "vllm.config.ParallelConfig.enable_hc_sp",
@@ -77,14 +73,7 @@ SEQUENCE_PARALLEL = (
 
 def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
     """Return the names of the switches that are on."""
-    found = []
-    for path, name in SEQUENCE_PARALLEL:
-        config: Any = vllm_config
-        for part in path.split("."):
-            config = getattr(config, part)
-        if getattr(config, name, False):
-            found.append(name)
-    return found
+    return [name for path, name in SEQUENCE_PARALLEL if getattr(attrgetter(path)(vllm_config), name, False)]
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:
@@ -93,7 +82,7 @@ def backends_per_kind(attention_config: Any) -> list[Any]:
 
 
 def routes_error(what: str = "enable_return_routed_experts with a quantized rollout") -> VersionError | None:
-    """Return the error for a vLLM that cannot return the experts chosen by the plugin's router on every device; else None.
+    """Return the error if this vLLM cannot return, on every device, the experts that the plugin's router chose; else None.
 
     Does not import vLLM.
 
@@ -111,19 +100,13 @@ def routes_error(what: str = "enable_return_routed_experts with a quantized roll
 def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """View the cache of vLLM's Triton backend as keys and values, each ``[blocks, block size, KH, D]``.
 
-    Versions differ in the order of the dimensions. The memory behind them may have heads or tokens first.
+    Versions differ in the order of the dimensions. In memory, heads or tokens may come first.
     """
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.shape[-1] == head_size:
-        keys, values = kv_cache.unbind(1)
-    elif kv_cache.dim() == 4 and kv_cache.shape[-1] == 2 * head_size:
-        keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
-    else:
-        raise ModelError(
-            explain(
-                "vLLM's KV cache",
-                required=f"[blocks, KH, block size, {2 * head_size}] or [blocks, 2, block size, KH, {head_size}]",
-                found=list(kv_cache.shape),
-                fix="use a supported version of vLLM, or align='linear'",
-            )
-        )
-    return keys, values
+        return kv_cache[:, 0], kv_cache[:, 1]
+    if kv_cache.dim() == 4 and kv_cache.shape[-1] == 2 * head_size:
+        heads_last = kv_cache.transpose(1, 2)
+        return heads_last[..., :head_size], heads_last[..., head_size:]
+    required = f"[blocks, KH, block size, {2 * head_size}] or [blocks, 2, block size, KH, {head_size}]"
+    fix = "use a supported version of vLLM, or align='linear'"
+    raise ModelError(explain("vLLM's KV cache", required=required, found=list(kv_cache.shape), fix=fix))

@@ -1,6 +1,6 @@
 """Engine settings: set what a mode needs, and refuse by name what it does not support.
 
-This runs in the process that builds the engine, before a worker starts, so that errors appear where the user sees them.
+This runs in the process that builds the engine, before a worker starts, so users see the errors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["check_engine", "check_resolved", "choose_attention", "device_problems", "prepare_arguments", "set_arguments"]
-
 
 # ---- FP16, KV cache and head dtype: set before vLLM resolves its arguments, checked afterwards ----
 # All three are vLLM's own settings: ``dtype``, ``kv_cache_dtype``, and ``head_dtype`` in ``hf_overrides``. In exact mode the head
@@ -47,10 +45,8 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
         ConfigError: the device does not support an FP8 KV cache.
     """
     if config.mode.scales_loss and str(args.dtype) not in _HALF:
-        logger.warning(
-            "jetrl_patch: set dtype='float16' instead of %r, because precision='fp16' is FP16 on both sides",
-            str(args.dtype),
-        )
+        words = "jetrl_patch: set dtype='float16' instead of %r, because precision='fp16' is FP16 on both sides"
+        logger.warning(words, str(args.dtype))
         args.dtype = config.compute_dtype
     if config.kv_cache == "fp8":
         if args.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
@@ -66,11 +62,8 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
 def _set_head(args: EngineArgs) -> None:
     overrides = args.hf_overrides
     if not isinstance(overrides, Mapping):
-        raise ConflictError(
-            explain(
-                "vLLM hf_overrides", required="a mapping, for head_dtype", found=repr(overrides), fix="pass a mapping"
-            )
-        )
+        required, fix = "a mapping, for head_dtype", "pass a mapping"
+        raise ConflictError(explain("vLLM hf_overrides", required=required, found=repr(overrides), fix=fix))
     asked = overrides.get("head_dtype", "float32")
     if str(asked).removeprefix("torch.") != "float32":
         raise _conflict("head dtype", asked, "head_dtype='float32'", "hf_overrides['head_dtype']")
@@ -91,16 +84,9 @@ def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
     model = vllm_config.model_config
     half = str(model.dtype) == "torch.float16"
     if not config.quantized_rollout and half != config.mode.scales_loss:
-        raise ConfigError(
-            explain(
-                f"vLLM dtype with precision={config.precision!r}",
-                required=config.compute_dtype,
-                found=str(model.dtype),
-                fix="FP16 on one side alone is worse than none: use precision='fp16', which sets both sides"
-                if half
-                else "set dtype='float16'",
-            )
-        )
+        both = "FP16 on one side alone is worse than none: use precision='fp16', which sets both sides"
+        what, fix = f"vLLM dtype with precision={config.precision!r}", both if half else "set dtype='float16'"
+        raise ConfigError(explain(what, required=config.compute_dtype, found=str(model.dtype), fix=fix))
     if config.fp32_head and not config.exact and str(model.head_dtype) != "torch.float32":
         found, fix = str(model.head_dtype), "leave head_dtype at 'auto'"
         raise ModelError(explain("head_dtype='float32' in vLLM", required="float32", found=found, fix=fix))
@@ -141,53 +127,49 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             )
         )
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
-        fix = "leave dtype at 'auto' or set it to 'bfloat16'"
-        raise ConfigError(
-            explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(args.dtype), fix=fix)
-        )
-    refused = {
-        "enable_lora": bool(args.enable_lora),
-        "speculative_config": args.speculative_config is not None,
-        "pipeline_parallel_size": args.pipeline_parallel_size > 1,
-        "decode_context_parallel_size": args.decode_context_parallel_size > 1,
-        "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
-    }
-    if not config.exact:
-        refused = {"enable_lora": refused["enable_lora"]}
-    elif args.kv_cache_dtype not in ("auto", "bfloat16"):
-        refused[f"kv_cache_dtype={args.kv_cache_dtype}"] = True
-    found = [name for name, there in refused.items() if there]
-    if found:
-        raise ConflictError(
-            f"precision={config.precision!r} with align={config.resolved_align!r} does not support vLLM's "
-            f"{', '.join(found)}. Turn it off"
-            + (", or use align='linear'." if config.exact and not args.enable_lora else ".")
-        )
+        raise _not_bf16(args.dtype, "leave dtype at 'auto' or set it to 'bfloat16'")
+    refused = {"enable_lora": bool(args.enable_lora)}
+    if config.exact:
+        refused |= {
+            "speculative_config": args.speculative_config is not None,
+            "pipeline_parallel_size": args.pipeline_parallel_size > 1,
+            "decode_context_parallel_size": args.decode_context_parallel_size > 1,
+            "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
+            f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", "bfloat16"),
+        }
+    if found := _present(refused):
+        fix = "Turn it off, or use align='linear'." if config.exact and not args.enable_lora else "Turn it off."
+        mode = f"precision={config.precision!r} with align={config.resolved_align!r}"
+        raise ConflictError(f"{mode} does not support vLLM's {', '.join(found)}. {fix}")
     if config.exact:
         choose_attention(args)
     args.quantization = ours
     if config.exact and not _on_cpu() and asks_for_graphs(args, config):
         capture_decoding(args, config)
     elif not args.enforce_eager and (config.exact or _on_cpu()):
-        logger.warning(
-            "jetrl_patch: set enforce_eager=True, because a compiled graph fuses ops and changes their rounding"
-            if config.exact
-            else "jetrl_patch: set enforce_eager=True, because the quantized CPU kernels cannot be traced"
-        )
+        fusing, untraced = "a compiled graph fuses ops and changes their rounding", "the quantized CPU kernels cannot be traced"
+        logger.warning("jetrl_patch: set enforce_eager=True, because %s", fusing if config.exact else untraced)
         args.enforce_eager = True
 
 
+def _not_bf16(dtype: Any, fix: str) -> ConfigError:
+    return ConfigError(explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(dtype), fix=fix))
+
+
+def _present(problems: Mapping[str, bool]) -> list[str]:
+    return [what for what, there in problems.items() if there]
+
+
 def choose_attention(args: EngineArgs) -> None:
-    """Select the exact attention on CUDA, registered as CUSTOM. On a CPU it replaces vLLM's only backend.
+    """Select the exact attention on CUDA, registered as CUSTOM. On a CPU it has replaced vLLM's only backend.
 
     Raises:
         ConflictError: another attention backend is set.
     """
     from vllm.config import AttentionConfig
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if current_platform.is_cpu():
+    if _on_cpu():
         return
     ours = AttentionBackendEnum.CUSTOM
     settings: Any = args.attention_config
@@ -214,6 +196,8 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         ConflictError: vLLM's batch-invariant kernels are on.
         ConfigError: the dtype is not BF16, or the device lacks the ops of exact mode.
     """
+    from vllm.platforms import current_platform
+
     check_resolved(vllm_config, config)
     if not config.quantized_rollout:
         return
@@ -223,23 +207,20 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     family = family_of(model.hf_config) or LLAMA_LIKE
     if family.mixture:
         _check_experts(vllm_config, family)
-        check_device(model.hf_config, _device_type())
+        check_device(model.hf_config, str(current_platform.device_type))
     if str(model.dtype) != "torch.bfloat16":
-        raise ConfigError(
-            explain(
-                "vLLM dtype",
-                required="torch.bfloat16, for quantized linears",
-                found=str(model.dtype),
-                fix="set dtype='bfloat16'",
-            )
-        )
+        raise _not_bf16(model.dtype, "set dtype='bfloat16'")
     if config.exact:
         _check_exact(vllm_config, model.hf_config)
     if config.channelwise:
         return  # one scale per row: no split cuts a block
-    cut = _cut_layers(model.hf_config, model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
-    if cut and config.on_cut == "refuse":
-        raise cut_error(cut, parallel.tensor_parallel_size)
+    tp = parallel.tensor_parallel_size
+    if tp > 1 and config.on_cut == "refuse":
+        # row-parallel layers whose share of K is not a multiple of 128; ``method`` checks the others as it loads
+        split = FAMILIES.get(model.hf_config.model_type, LLAMA_LIKE).split_layers(model.hf_text_config)
+        quantized = {name: k for name, k in split.items() if is_quantized(name, config.exclude)}
+        if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp)]:
+            raise cut_error(cut, tp)
 
 
 def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
@@ -252,12 +233,11 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
         f"expert_placement_strategy={placement!r}": placement != "linear",
         f"dense blocks ({', '.join(dense)})": bool(dense),
     }
-    found = [what for what, there in problems.items() if there]
-    if found:
+    if found := _present(problems):
         raise ModelError(
             explain(
                 "experts in FP8 in vLLM",
-                required="experts in order over tensor or expert parallel ranks" + (", in every block" if dense else ""),
+                required="experts in order over tensor- or expert-parallel ranks" + (", in every block" if dense else ""),
                 found=", ".join(found),
                 fix=f"turn it off, use a dense model, or {UNQUANTIZED}",
             )
@@ -299,13 +279,9 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
             not _on_cpu() and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") != "0"
         ),
     }
-    found = [what for what, there in problems.items() if there]
-    found += [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]
-    if found:
-        raise ModelError(
-            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Turn it off, or use "
-            f"align='linear'."
-        )
+    if found := _present(problems) + [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]:
+        why = "trainer and rollout would differ. Turn it off, or use align='linear'."
+        raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
 
 
 def device_problems(vllm_config: VllmConfig) -> None:
@@ -318,22 +294,3 @@ def device_problems(vllm_config: VllmConfig) -> None:
     from jetrl_patch.kernels.attention import check_head_dim
 
     check_head_dim(vllm_config.model_config.get_head_size())
-
-
-def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
-    """Return row-parallel layers whose share of K is not a multiple of 128. ``method`` checks the other layers as it loads.
-
-    Args:
-        whole, hf_config: the configurations of the model and of its language model.
-    """
-    if tp == 1:
-        return []
-    split = FAMILIES.get(whole.model_type, LLAMA_LIKE).split_layers(hf_config)
-    return [name for name, k in split.items() if k % tp == 0 and is_cut(name, k, tp) and is_quantized(name, exclude)]
-
-
-
-def _device_type() -> str:
-    from vllm.platforms import current_platform
-
-    return str(current_platform.device_type)

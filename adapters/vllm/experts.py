@@ -1,4 +1,4 @@
-"""The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16."""
+"""Load, route and multiply a mixture's experts as the trainer does, in FP8 or in BF16."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from jetrl_patch.models.structure import matrices_of
 if TYPE_CHECKING:
     from jetrl_patch.backends import Backend
 
-__all__ = ["Piece", "QuantizedExpertsMethod", "check_eager", "expert_modules", "finish"]
-
 
 # ---- The runner of a mixture ---------------------------------------------------------------------
 # To return the experts of each token (``enable_return_routed_experts``), vLLM asks its own routers, or a module with a
-# ``capture_fn``. The runner is such a module, because in exact mode the experts method routes.
+# ``capture_fn``. In exact mode the experts method routes, so the runner offers a ``capture_fn`` for it.
 #
-# vLLM adds a rank's routed and shared experts in BF16 and then sums over the ranks. In exact mode both are summed over the ranks
-# and rounded once before they are added, as in the trainer: the experts method and ``ExactRowParallelLinear`` add the ranks' FP32
-# sums. So the down projection of shared experts gets a reduction, which vLLM builds it without, and the runner loses its own.
+# vLLM adds a rank's routed and shared experts in BF16 and then sums over the ranks. The trainer sums each of them over the ranks
+# and rounds once before it adds them. So in exact mode the experts method and ``ExactRowParallelLinear`` add the ranks' FP32
+# sums: the down projection of shared experts gets a reduction, and the runner loses its own.
+#
+# vLLM's runner also multiplies the rounded sum over the routed experts by the model's factor, if it has one. The trainer
+# multiplies the routing weights in FP32 and rounds the sum once. So in exact mode the factor moves to the experts method.
 
 class CapturingRunner(MoERunner):
-    """Passes the experts that the method uses on to vLLM's capture function."""
+    """Gives vLLM's capture function to the method, which calls it with the experts [T, k] that it uses."""
 
     routed_experts: Any
 
     @property
     def capture_fn(self) -> Callable[[torch.Tensor], None] | None:
-        """vLLM's function for the experts [T, k] that the method uses."""
         found: Callable[[torch.Tensor], None] | None = self.routed_experts.quant_method.capture
         return found
 
@@ -68,7 +68,7 @@ class CompleteRunner(CapturingRunner):
 
 
 def finish(model: torch.nn.Module) -> None:
-    """Give a loaded model's mixtures their runner and, in exact mode, move their reductions. A second call changes nothing."""
+    """Give a loaded model's mixtures their runner; in exact mode move reductions and factors. A second call changes nothing."""
     for module in model.modules():
         if not isinstance(module, MoERunner):
             continue
@@ -79,6 +79,8 @@ def finish(model: torch.nn.Module) -> None:
             swap(module, CapturingRunner)
             continue
         swap(module, CompleteRunner)
+        if module.routed_experts.scoring_func == "sigmoid":
+            method.scale, module.routed_scaling_factor = method.scale * module.routed_scaling_factor, 1.0
         for layer in module.shared_experts.modules() if module.shared_experts is not None else ():
             if isinstance(layer, RowParallelLinear):
                 layer.reduce_results = True
@@ -87,8 +89,8 @@ def finish(model: torch.nn.Module) -> None:
 # ---- The experts method --------------------------------------------------------------------------
 # vLLM stores the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``. The trainer sends
 # the three matrices of each expert under their checkpoint names. Scales are stored per row, as in the linears. Experts that
-# ``exclude`` names or that the precision guard has moved are BF16, without scales. With several ranks, each holds a range of the
-# experts, or a range of every expert's intermediate size: rows of gate and up, columns of down.
+# ``exclude`` or the precision guard left in BF16 have no scales. With several ranks, each holds a range of the experts, or a
+# range of every expert's intermediate size: rows of gate and up, columns of down.
 
 #: vLLM's names of an expert's matrices; w1 and w3 are in ``w13``, w1 first
 _SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
@@ -103,7 +105,7 @@ class Piece(NamedTuple):
 
 
 class QuantizedExpertsMethod(FusedMoEMethodBase):
-    """The experts of one block, in FP8 or in BF16. In exact mode this also routes; otherwise vLLM's router does.
+    """The experts of one block. In exact mode this also routes; otherwise vLLM's router does.
 
     Args:
         quantized: whether the experts are FP8.
@@ -115,20 +117,18 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         ModelError: the trainer does not support the router, the activation or the split.
     """
 
-    def __init__(
-        self, config: Config, layer: RoutedExperts, prefix: str, quantized: bool = True
-    ) -> None:
+    def __init__(self, config: Config, layer: RoutedExperts, prefix: str, quantized: bool = True) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
         self.plain = None if quantized else PlainProducts(config.exact)
         self.exact = config.exact
         self.format = format_of(config)
         self.scale_format = config.scale_format
-        #: the model's factor for routing weights, if it has one; see ``worker.finish_routing``
+        #: factor for routing weights, which ``finish`` moves here
         self.scale = 1.0
-        #: receives the experts [T, k] of each forward pass, if the engine returns them; see ``CapturingRunner``
+        #: receives the experts [T, k] of each forward pass, if the engine returns them
         self.capture: Callable[[torch.Tensor], None] | None = None
-        self._unwritten: set[tuple[str, int, str]] = set()
+        self._unwritten: set[str] = set()
         _check(layer, self.exact)
         parallel, self.experts = layer.moe_config.moe_parallel_config, layer.moe_config.num_experts
         by_experts = parallel.ep_size > 1
@@ -164,8 +164,16 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def _register(self, layer: RoutedExperts, name: str, value: torch.Tensor) -> None:
         parameter = torch.nn.Parameter(value, requires_grad=False)
-        load = self._scale_loader if name.endswith("_scale_inv") else self._weight_loader
-        parameter.weight_loader = load(layer)
+        load = self._load_scale if name.endswith("_scale_inv") else self._load_weight
+
+        def load_if_held(
+            param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
+        ) -> bool:
+            if expert_id in self.held:
+                load(self.piece(layer, expert_id, shard_id), loaded_weight)
+            return expert_id in self.held
+
+        parameter.weight_loader = load_if_held
         setattr(layer, name, parameter)
 
     @torch.no_grad()
@@ -200,16 +208,17 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def piece(self, layer: RoutedExperts, expert: int, shard_id: str) -> Piece:
         """Return views of one matrix and its scales. ``expert`` is a global index, one of ``held``."""
-        name, half = ("w2", None) if shard_id == "w2" else ("w13", shard_id)
-        at = expert - self.held.start
-        held = [getattr(layer, f"{name}_{kind}").data[at] for kind in self._kinds]
-        if half is not None:
-            held = [t.chunk(2, 0)[half == "w3"] for t in held]
-        weight, scale = (*held, None)[:2]
-        n, k = weight.shape
-        rows, row0, col0 = (n, 0, self.part * k) if half is None else (n * self.parts, self.part * n, 0)
-        whole = f"{self.prefix}.{expert}.{_SHARDS[shard_id]}"
-        return Piece(weight, scale, Shard(whole, shard_id, rows, row0, row0 + n, col0, col0 + k, 0))
+        at, whole = expert - self.held.start, f"{self.prefix}.{expert}.{_SHARDS[shard_id]}"
+        parameter = "w2" if shard_id == "w2" else "w13"
+        held = [getattr(layer, f"{parameter}_{kind}").data[at] for kind in self._kinds]
+        if shard_id == "w2":
+            n, k = held[0].shape
+            shard = Shard(whole, shard_id, n, 0, n, self.part * k, (self.part + 1) * k, 0)
+        else:
+            held = [t.chunk(2, 0)[shard_id == "w3"] for t in held]
+            n, k = held[0].shape
+            shard = Shard(whole, shard_id, n * self.parts, self.part * n, (self.part + 1) * n, 0, k, 0)
+        return Piece(held[0], held[1] if self.plain is None else None, shard)
 
     def layers(self) -> list[str]:
         """Return the Hugging Face names of the matrices on all ranks."""
@@ -217,16 +226,11 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def expect(self, layer: RoutedExperts) -> None:
         """Expect a write to every matrix of this rank and to its scales."""
-        self._unwritten = {
-            (kind, expert, shard_id)
-            for kind in self._kinds
-            for expert in self.held
-            for shard_id in _SHARDS
-        }
+        self._unwritten = {f"{piece.shard.name}.{kind}" for piece in self.pieces(layer) for kind in self._kinds}
 
     def missing(self) -> list[str]:
         """Return the tensors not written since ``expect``."""
-        return [f"{self.prefix}.{expert}.{_SHARDS[shard]}.{kind}" for kind, expert, shard in sorted(self._unwritten)]
+        return sorted(self._unwritten)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """Return None: vLLM's kernels are not used."""
@@ -239,14 +243,14 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if a row depends on its batch here, or a matrix is missing."""
         missing, every = self.missing(), len(self._kinds) * len(_SHARDS) * len(self.held)
-        if 0 < len(missing) < every:  # if all are missing, the weights are dummies that a sync replaces
+        if 0 < len(missing) < every:  # if all are missing, these are dummy weights that a sync replaces
             found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
         backend = self.format.backend(layer.w2_weight.device)
         if self.plain is not None:
             return
         if backend.grouped(layer.w2_weight) is None and layer.w2_weight.device.type == "cpu":
-            return  # one expert at a time, with products that the tests prove
+            return  # runs one expert at a time, with products that the tests prove
         self.check_grouped(layer, backend)
 
     def check_grouped(self, layer: Any, backend: Backend) -> None:
@@ -263,9 +267,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """``x [T, H]`` BF16 and the router's logits ``[T, E]`` -> ``[T, H]`` BF16."""
         rule = None
         if layer.scoring_func == "sigmoid":
-            rule = ops.Sigmoid(
-                layer.e_score_correction_bias.data, layer.num_expert_group or 1, layer.topk_group or 1, self.scale
-            )
+            bias, groups, chosen = layer.e_score_correction_bias.data, layer.num_expert_group or 1, layer.topk_group or 1
+            rule = ops.Sigmoid(bias, groups, chosen, self.scale)
         return self._mix(layer, x, *ops.route(router_logits, layer.top_k, layer.renormalize, rule))
 
     def apply(
@@ -282,16 +285,11 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def stacks(self, layer: Any, kernels: Any) -> Stacks:
         """Return views of all matrices and of their scales per block."""
-        gate_up, gate_up_s = (
-            tensor.data.unflatten(1, (2, -1)).flatten(0, 1) for tensor in (layer.w13_weight, layer.w13_weight_scale_inv)
-        )
-        down, down_s = layer.w2_weight.data, layer.w2_weight_scale_inv.data
-        pairs = ((gate_up, gate_up_s), (down, down_s))
-        return Stacks(*(Quantized(q, kernels.block_view(s), "blocks", self.scale_format) for q, s in pairs))
+        gate_up = (t.data.unflatten(1, (2, -1)).flatten(0, 1) for t in (layer.w13_weight, layer.w13_weight_scale_inv))
+        down = (layer.w2_weight.data, layer.w2_weight_scale_inv.data)
+        return Stacks(*(Quantized(q, kernels.block_view(s), "blocks", self.scale_format) for q, s in (gate_up, down)))
 
-    def _mix(
-        self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
-    ) -> torch.Tensor:
+    def _mix(self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor) -> torch.Tensor:
         backend, form, alone = self.plain or self.format.backend(x_TH.device), self.scale_format, self.split.ranks == 1
         summed = self.exact and not alone  # else vLLM's runner adds the ranks' rounded sums
 
@@ -320,54 +318,31 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         assert scale is not None
         return Quantized(weight, scale, "rows", self.scale_format)
 
-    def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
-        def load_weight(
-            param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
-        ) -> bool:
-            if expert_id not in self.held:
-                return False
-            piece = self.piece(layer, expert_id, shard_id)
-            shard, scales = piece.shard, None
-            if self.plain is not None:
-                loaded_weight = finite_bf16(shard.name, loaded_weight)
-            elif loaded_weight.dtype != FP8:  # quantize the whole matrix, so that its bytes do not depend on the split
-                bf16_NK = finite_bf16(shard.name, loaded_weight).to(param.device).contiguous()
-                loaded_weight, scales = self.format.quantize(bf16_NK)
-            self._copy(f"{shard.name}.weight", piece.weight, loaded_weight, shard, shard.col0)
-            self._unwritten.discard(("weight", expert_id, shard_id))
-            if scales is not None:
-                self._load_scale(layer, scales, shard_id, expert_id)
-            return True
+    def _load_weight(self, piece: Piece, loaded: torch.Tensor) -> None:
+        name, scales = piece.shard.name, None
+        if self.plain is not None:
+            loaded = finite_bf16(name, loaded)
+        elif loaded.dtype != FP8:  # quantize the whole matrix, so that its bytes do not depend on the split
+            loaded, scales = self.format.quantize(finite_bf16(name, loaded).to(piece.weight.device).contiguous())
+        self._copy(f"{name}.weight", piece.weight, loaded, piece.shard, piece.shard.col0)
+        if scales is not None:
+            self._load_scale(piece, scales)
 
-        return load_weight
-
-    def _scale_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
-        def load_scale(
-            param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
-        ) -> bool:
-            if expert_id not in self.held:
-                return False
-            self._load_scale(layer, loaded_weight, shard_id, expert_id)
-            return True
-
-        return load_scale
-
-    def _load_scale(self, layer: RoutedExperts, scales: torch.Tensor, shard_id: str, expert_id: int) -> None:
-        piece = self.piece(layer, expert_id, shard_id)
-        shard, place = piece.shard, piece.scale
-        assert place is not None
-        rows = self.format.scales.per_row(scales, shard.rows, shard.name)
-        self._copy(f"{shard.name}.weight_scale_inv", place, rows, shard, shard.col0 // BLOCK)
-        self._unwritten.discard(("weight_scale_inv", expert_id, shard_id))
+    def _load_scale(self, piece: Piece, loaded: torch.Tensor) -> None:
+        shard = piece.shard
+        assert piece.scale is not None
+        rows = self.format.scales.per_row(loaded, shard.rows, shard.name)
+        self._copy(f"{shard.name}.weight_scale_inv", piece.scale, rows, shard, shard.col0 // BLOCK)
 
     def _copy(self, name: str, place: torch.Tensor, whole: torch.Tensor, shard: Shard, col0: int) -> None:
         """Copy this rank's part of a matrix or of its scales. Raises SyncError if the whole matrix has the wrong shape."""
-        n, k = place.shape
+        k = place.shape[1]
         required = [shard.rows, k * self.parts if shard.shard_id == "w2" else k]
         if list(whole.shape) != required:
             fix = "use the same model on both sides"
             raise SyncError(explain(name, required=f"shape {required}", found=list(whole.shape), fix=fix))
-        place.copy_(whole[shard.row0 : shard.row0 + n, col0 : col0 + k])
+        place.copy_(whole[shard.row0 : shard.row1, col0 : col0 + k])
+        self._unwritten.discard(name)
 
 
 def _check(layer: RoutedExperts, exact: bool) -> None:
@@ -380,16 +355,12 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
         f"experts placed by {layer.expert_placement_strategy}": layer.expert_placement_strategy != "linear",
     }
     if exact:
-        by_sigmoid = (
-            layer.scoring_func == "sigmoid" and layer.use_grouped_topk and layer.e_score_correction_bias is not None
-        )
-        if not by_sigmoid:
-            problems |= {
-                f"scores by {layer.scoring_func}": layer.scoring_func != "softmax",
-                "experts chosen by groups": layer.use_grouped_topk,
-                "a bias that corrects scores": layer.e_score_correction_bias is not None,
-            }
+        corrected, grouped = layer.e_score_correction_bias is not None, layer.use_grouped_topk
+        by_softmax = not (layer.scoring_func == "sigmoid" and grouped and corrected)
         problems |= {
+            f"scores by {layer.scoring_func}": by_softmax and layer.scoring_func != "softmax",
+            "experts chosen by groups": by_softmax and grouped,
+            "a bias that corrects scores": by_softmax and corrected,
             "a routing function of its own": layer.custom_routing_function is not None,
             f"routing weights scaled by {layer.routed_scaling_factor}": layer.routed_scaling_factor != 1.0,
         }
@@ -417,10 +388,9 @@ def expert_modules(model: torch.nn.Module) -> list[tuple[RoutedExperts, Quantize
 
 
 def check_eager(model: torch.nn.Module, eager: bool) -> None:
-    """Raise ModelError for BF16 experts on a GPU that replays graphs: only experts with tokens run, so launches vary."""
+    """Raise ModelError for BF16 experts in graphs on a GPU: only experts that have tokens run, so launches vary."""
     for layer, method in expert_modules(model):
         if method.plain is not None and layer.w2_weight.device.type != "cpu" and not eager:
+            what = f"{method.prefix} in BF16 on a GPU"
             fix = "set enforce_eager=True without decode_graphs, or do not exclude experts"
-            raise ModelError(
-                explain(f"{method.prefix} in BF16 on a GPU", required="an eager engine", found="captured graphs", fix=fix)
-            )
+            raise ModelError(explain(what, required="an eager engine", found="captured graphs", fix=fix))

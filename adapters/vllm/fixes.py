@@ -1,4 +1,4 @@
-"""Wrappers that fix bugs of vLLM. The patch of each is in ``adapter.py``, with its reason and the change that ends it."""
+"""Fixes for bugs of vLLM: a wrapper for each, and at the end the patches, with their reasons."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.patching.attached import Attached
+from jetrl_patch.patching.patch import NO_REPORT, Patch
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = [
-    "create_mp_lock", "decorate_for_torch_compile", "finished_procs", "in_two_dimensions", "init_cpu_shm", "keep_latent_weight",
-    "keep_live_experts", "keep_live_weight", "normalize_in_processor", "unpacked", "wait_until_ready",
-]  # fmt: skip
 
-
-# ---- How an engine's process ended, in words -----------------------------------------------------
-# vLLM notices the end of a process by a pipe, which closes a moment before the exit status is available. It then reports
-# ``Failed core proc(s): {}``.
+# ---- How an engine's process ended ---------------------------------------------------------------
+# vLLM notices that a process has ended when its pipe closes, which is a moment before the exit status is available. It then
+# reports ``Failed core proc(s): {}``.
 
 _PATIENCE = 10.0  # seconds that a process may take to end after its pipe is closed
 
 
 def finished_procs(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ``CoreEngineProcManager.finished_procs``: wait for processes that are ending, and name the signal that ended one."""
+    """Wait for processes that are ending, and name the signal that killed one."""
 
     def finished_procs(self: Any) -> dict[str, Any]:
         for process in self.processes:
@@ -50,27 +46,27 @@ def _in_words(status: int) -> str:
 
 
 # ---- Shared memory that a killed process leaves behind -------------------------------------------
-# A queue between an engine and its workers has a name in ``/dev/shm``. Its writer removes the name at its end, but a killed
-# process cannot. The name is needed only until every reader has mapped the memory, so it is removed then. The same holds for the
-# memory that tensor-parallel workers on a CPU reduce over (4 MB per worker).
+# The queues between an engine and its workers are named files in ``/dev/shm``, and so is the memory through which tensor-parallel
+# workers on a CPU reduce (4 MB per worker). The owner removes the name when it ends, but a killed process cannot. The name is
+# needed only until every process has mapped the memory, so it is removed right then.
 #
-# A worker that loads a checkpoint draws a progress bar, for which tqdm creates a multiprocessing lock. In a spawned process this
-# is a named semaphore (32 bytes) that no other process can use, so none is created there.
+# tqdm creates a multiprocessing lock for the progress bar of a loading worker. In a spawned process this is a named semaphore (32
+# bytes) that no other process can use, so none is created there.
 
 def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``MessageQueue.wait_until_ready``: when it returns in the writer, all readers on this machine have the memory."""
+    """Unlink a queue's memory once all readers on this machine have mapped it."""
 
     def wait_until_ready(self: Any) -> None:
         original(self)
         if self._is_writer and self.buffer is not None and self.buffer.is_creator:
             self.buffer.shared_memory.unlink()
-            self.buffer.is_creator = False  # so that the name is not removed again
+            self.buffer.is_creator = False  # do not unlink it again
 
     return wait_until_ready
 
 
 def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wrap ``_CPUSHMDistributed._init_cpu_shm``, which ends with a barrier: by then every rank has mapped the memory of all."""
+    """Unlink this rank's memory. ``original`` ends with a barrier, so every rank has mapped it."""
 
     def init_cpu_shm(self: Any) -> int:
         handle = original(self)
@@ -82,7 +78,7 @@ def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``TqdmDefaultWriteLock.create_mp_lock``: in a spawned process bars use the lock between threads only."""
+    """In a spawned process, let progress bars use only their lock between threads."""
 
     def create_mp_lock(cls: Any) -> None:
         if multiprocessing.get_start_method(allow_none=True) != "spawn":
@@ -94,11 +90,11 @@ def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 # ---- The rotary embedding on a CPU, for 3D queries as in latent attention ------------------------
-# For a query [T, heads, width] the kernel takes the stride of a row to be that of one head, and rotates the wrong numbers without
-# an error (seen in 0.30). In two dimensions, [T, heads * width], it is right.
+# For a query [T, heads, width] the kernel uses the stride of one head as the stride of a token, and silently rotates the wrong
+# numbers (seen in 0.30). Queries [T, heads * width] are rotated correctly.
 
 def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``RotaryEmbedding.forward_cpu``. Use what it returns: it rotates a copy of a query that is not contiguous."""
+    """Flatten query and key for the kernel. Use the returned tensors: a query that is not contiguous is rotated in a copy."""
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
         flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
@@ -109,18 +105,18 @@ def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward_cpu
 
 
-# ---- BF16 weights on a CPU stay open to updates --------------------------------------------------
+# ---- Keep BF16 weights updatable on a CPU --------------------------------------------------------
 # vLLM's CPU build packs weights after loading, in four ways that break a later update:
 #
 # - Linear layers: vLLM packs the weight into its kernel's layout and, except for ``lm_head``, frees the original. A later update
 #   fails or has no effect. Here the weight is kept, and a write through its loader makes the layer pack again at its next use:
 #   same kernel, same bits.
-# - Experts keep their weight but are packed once. When vLLM processes the weights of a later load, as verl has it do after each
+# - Experts keep their weight but are packed once. When vLLM processes the weights of a later load, as verl makes it do after each
 #   sync, it leaves them unpacked, and the kernel reads them as packed (seen in 0.30: every log-prob is wrong, without an error).
 # - Convolutions of gated delta nets are packed in place. A later update would write plain values where the kernel reads packed
-#   ones. Here the plain weight is kept as well; a write through its loader updates the plain one, which is then packed.
+#   ones. Here the plain weight is kept as well; its loader writes to the plain weight and packs it again.
 # - Latent attention, with AMX, packs ``kv_b_proj`` and removes the weight. Here the layer gets it back, and ``postload.absorb``
-#   has it packed again.
+#   packs it again.
 
 _CONVOLUTION: Attached[tuple[Any, Any]] = Attached(
     "_jetrl_convolution", "vLLM passes a layer to its packing function, and the digests of a sync reach the same layer"
@@ -129,7 +125,7 @@ _WATCHED: Attached[Any] = Attached("_jetrl_watched", "vLLM packs a layer anew af
 
 
 def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``dispatch_cpu_unquantized_gemm``. The packed copy takes memory in addition to the weight.
+    """Keep the weight next to its packed copy, which takes extra memory, and pack again after a write.
 
     Does not cover writes that bypass the parameter's ``weight_loader``.
     """
@@ -191,13 +187,13 @@ def unpacked(layer: Any) -> Any:
 
 
 def _loaded_convolution(layer: Any) -> Any:
-    """The plain weight of a convolution that is packed; None for any other layer."""
+    """The plain weight of a packed convolution; None for any other layer."""
     held, loaded = _CONVOLUTION.get(layer) or (None, None)
     return loaded if held is not None and held is getattr(layer, "weight", None) else None
 
 
 def keep_latent_weight(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``MLAAttention.process_weights_after_loading``. Without AMX, vLLM keeps the weight by itself."""
+    """Give ``kv_b_proj`` its weight back. Without AMX, vLLM keeps it anyway."""
 
     def process_weights_after_loading(self: Any, act_dtype: Any) -> None:
         weight = self.kv_b_proj.weight
@@ -208,7 +204,7 @@ def keep_latent_weight(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_live_experts(model: Any) -> None:
-    """Have the BF16 experts of a loaded model packed again whenever vLLM processes new weights. Does nothing off the CPU."""
+    """Pack the BF16 experts of a loaded model again whenever vLLM processes new weights. Does nothing off the CPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -228,10 +224,10 @@ def _packing(original: Callable[..., None], kernel: Any) -> Callable[..., None]:
     return _setup_kernel
 
 
-# ---- What vLLM changes outside of an engine, and images -----------------------------------------
+# ---- Transformers' classes, and images -----------------------------------------------------------
 
 def decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``Base._decorate_for_torch_compile``: an eager engine leaves transformers' class alone."""
+    """Leave transformers' class alone in an eager engine."""
 
     def decorate_for_torch_compile(self: Any) -> None:
         if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
@@ -241,9 +237,9 @@ def decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any
 
 
 def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``EngineArgs.create_engine_config``: the image processor normalizes pixels, as in the trainer, and not the model.
+    """Normalize pixels in the image processor, as the trainer does, and not in the model.
 
-    A model that normalizes holds mean and deviation in buffers that are not in the checkpoint. ``load_format="dummy"``, verl's
+    A model that normalizes keeps mean and deviation in buffers that are not in the checkpoint. ``load_format="dummy"``, verl's
     default, fills them with noise, and no weight sync repairs them. Some vLLM releases normalize in the model by default.
     """
 
@@ -253,3 +249,88 @@ def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return create_engine_config
+
+
+# ---- The patches ---------------------------------------------------------------------------------
+
+_ON_CPU = "weight syncs on a CPU"
+
+
+def fixes() -> tuple[Patch, ...]:
+    """The fixes that every mode applies."""
+    return (
+        Patch(
+            "vllm.engine.arg_utils", "EngineArgs.create_engine_config", normalize_in_processor, fixes="vllm",
+            reason="where vLLM's model normalizes images, load_format='dummy' fills mean and deviation with noise that no "
+            "weight sync repairs; this normalizes in the image processor. Versions before 0.28 are not affected",
+            upstream="https://github.com/vllm-project/vllm/pull/50411",
+            remove_when="vLLM's initialize_dummy_weights skips buffers that are not in the checkpoint",
+        ),
+        Patch(
+            "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", keep_live_weight, fixes="vllm",
+            reason="vLLM's CPU build packs BF16 weights after loading and frees the originals, so later weight updates "
+            "fail or have no effect",
+            upstream=NO_REPORT,
+            remove_when="vLLM's dispatch_cpu_unquantized_gemm keeps the live weight, or packs it again after load_weights",
+            needed_by=_ON_CPU,
+        ),
+        Patch(
+            "vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding.forward_cpu", in_two_dimensions, fixes="vllm",
+            always="vLLM compiles it into its graphs",
+            reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so every log-prob of "
+            "such a rollout is wrong",
+            upstream=NO_REPORT,
+            remove_when="vLLM's CPU op rotary_embedding honors the head stride of a 3D query, or latent attention passes "
+            "it a 2D one",
+        ),
+        Patch(
+            "vllm.model_executor.layers.attention.mla_attention", "MLAAttention.process_weights_after_loading",
+            keep_latent_weight, fixes="vllm",
+            reason="on CPUs with AMX, vLLM packs kv_b_proj of latent attention after loading and frees the original, so a "
+            "later weight update fails",
+            upstream="https://github.com/vllm-project/vllm/pull/52616",
+            remove_when="vLLM's MLAAttention.process_weights_after_loading keeps kv_b_proj.weight on AMX CPUs, or computes "
+            "with a live copy",
+            needed_by=_ON_CPU,
+        ),
+        Patch(
+            "vllm.distributed.device_communicators.shm_broadcast", "MessageQueue.wait_until_ready", wait_until_ready,
+            fixes="vllm",
+            reason="Ray kills engines with SIGKILL, which leaves the shared memory of their queues in /dev/shm",
+            upstream="https://github.com/vllm-project/vllm/issues/8933",
+            remove_when="vLLM's MessageQueue.wait_until_ready unlinks the shared memory once its readers have mapped it",
+        ),
+        Patch(
+            "vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed._init_cpu_shm", init_cpu_shm,
+            fixes="vllm",
+            reason="Ray kills engines with SIGKILL, which leaves the shared memory of their CPU workers' all-reduce in "
+            "/dev/shm",
+            upstream=NO_REPORT,
+            remove_when="vLLM's _CPUSHMDistributed unlinks that shared memory once its workers have mapped it",
+        ),
+        Patch(
+            "vllm.v1.engine.utils", "CoreEngineProcManager.finished_procs", finished_procs, fixes="vllm",
+            reason="when an engine is killed during start-up, vLLM says only that start-up failed, not which signal killed "
+            "it",
+            upstream="https://github.com/vllm-project/vllm/issues/19002",
+            remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process whose sentinel "
+            "fired, and reports the signal",
+        ),
+        Patch(
+            "tqdm.std", "TqdmDefaultWriteLock.create_mp_lock", create_mp_lock, fixes="tqdm",
+            reason="Ray kills engines with SIGKILL, which leaves the semaphore of their workers' tqdm bars in /dev/shm",
+            upstream="https://github.com/tqdm/tqdm/pull/1677",
+            remove_when="tqdm's TqdmDefaultWriteLock creates no multiprocessing lock in a spawned process",
+        ),
+    )  # fmt: skip
+
+
+#: for exact mode
+LEAVE_TRANSFORMERS_ALONE = Patch(
+    "vllm.model_executor.models.transformers.base", "Base._decorate_for_torch_compile", decorate_for_torch_compile, fixes="vllm",
+    reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "
+    "the same process can no longer build that model. Engines that compile are not covered",
+    upstream=NO_REPORT,
+    remove_when="vLLM's Base._decorate_for_torch_compile decorates a subclass, or does nothing in eager mode",
+    needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
+)  # fmt: skip

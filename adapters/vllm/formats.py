@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
@@ -27,48 +27,31 @@ if TYPE_CHECKING:
     from jetrl_patch.backends.gpu import GpuBackend
     from jetrl_patch.config import Config
 
-__all__ = [
-    "BLOCKS", "BlockFp8", "BlockScales", "ChannelFp8", "ChannelInt8", "LinearFormat", "RowScales", "Scales", "format_of",
-]  # fmt: skip
-
 
 # ---- Layouts of scales: per 128x128 block, or per row --------------------------------------------
 # Both are an FP32 parameter ``weight_scale_inv`` (the factor that dequantizes) with one row per row of the weight. So any fused
 # (qkv, gate_up) or tensor-parallel slice is a plain ``narrow``.
 
-class Scales(Protocol):
-    """The layout of a format's scales."""
-
-    def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
-        """Create the parameter for the scales of this rank's weight ``[n, k]``."""
-
-    def cuts(self, k: int, whole: int) -> bool:
-        """Whether a rank's ``k`` of ``whole`` columns cut a block."""
-
-    def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Expand the received scales of a whole weight to ``[rows, …]``. Raises SyncError for a wrong shape."""
-
-    def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
-        """Add this rank's scales, in the coordinates of the sync."""
-
-
 class BlockScales:
     """``[N, ceil(K/128)]``: the scale of a 128x128 block is repeated for each of its rows.
 
-    With scales for each row, widths need not be multiples of 128. vLLM's block layout refuses fused layers whose parts are not.
+    So the parts of a fused layer need not be multiples of 128, which vLLM's own block layout requires.
     """
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
-        """FP32 ``[n, ceil(k/128)]``."""
+        """Create the parameter for this rank's weight ``[n, k]``: FP32 ``[n, ceil(k/128)]``."""
         data = torch.ones(n, groups(k), dtype=torch.float32)
         return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
 
     def cuts(self, k: int, whole: int) -> bool:
-        """Whether a rank's share of K cuts a block."""
+        """Whether a rank's ``k`` of ``whole`` columns cut a block."""
         return k != whole and bool(k % BLOCK)
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Expand block scales ``[ceil(rows/128), G]`` from the trainer; per-row scales from a loader pass unchanged."""
+        """Expand the trainer's block scales ``[ceil(rows/128), G]`` to ``[rows, G]``. Scales per row pass unchanged.
+
+        Raises SyncError for a wrong shape.
+        """
         if loaded.shape[0] == rows:
             return loaded
         if loaded.shape[0] != groups(rows):
@@ -79,7 +62,7 @@ class BlockScales:
         return expand_weight_scale(loaded, rows)
 
     def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
-        """Reduce per-row scales ``[rows, G]`` to block scales. A block that ranks share is a rectangle of its own, equal on all.
+        """Add this rank's scales ``[rows, G]``, one per block. A block that several ranks share is a rectangle of its own.
 
         If two rows of a block differ, ``pieces.read`` raises SyncError.
         """
@@ -105,20 +88,20 @@ class BlockScales:
 class RowScales:
     """``[N, 1]``: one scale per output channel.
 
-    Weights are quantized before they are sliced, so a slice along K (row-parallel) keeps the scale of the whole row. Activations
-    have a scale for each rank's slice.
+    Weights are quantized before they are sliced, so a slice along K (row-parallel) keeps the scale of the whole row. Each rank
+    scales its slice of the activations by itself.
     """
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
-        """FP32 ``[n, 1]``."""
+        """Create the parameter for this rank's weight ``[n, k]``: FP32 ``[n, 1]``."""
         return ChannelQuantScaleParameter(data=torch.ones(n, 1, dtype=torch.float32), output_dim=0, weight_loader=load)
 
     def cuts(self, k: int, whole: int) -> bool:
-        """Return False: a slice keeps whole rows' scales."""
+        """Return False: no split cuts a row's scale."""
         return False
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Return the scales unchanged, ``[rows, 1]``."""
+        """Return the scales unchanged, ``[rows, 1]``. Raises SyncError for a wrong shape."""
         if tuple(loaded.shape) != (rows, 1):
             raise SyncError(
                 f"{name}.weight_scale_inv: required shape {[rows, 1]}, found {list(loaded.shape)}. "
@@ -135,7 +118,7 @@ class RowScales:
 # A layer holds ``weight [N, K]`` in the format's dtype, and FP32 scales. Weights are quantized whole and then sliced, so their
 # bytes do not depend on the tensor-parallel size.
 
-logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
+logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows INFO only of loggers below its own
 #: name of a layer's buffer with the block scales of its weight
 BLOCKS = "weight_scale_blocks"
 
@@ -144,7 +127,7 @@ class LinearFormat(abc.ABC):
     """Storage and GEMM of one linear. Each layer has its own instance."""
 
     dtype: ClassVar[torch.dtype]
-    scales: ClassVar[Scales]
+    scales: ClassVar[BlockScales | RowScales]
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -159,30 +142,24 @@ class LinearFormat(abc.ABC):
     def check_width(self, name: str, K: int) -> None:  # noqa: B027  # most formats take any width
         """Raise ModelError for a layer that is too wide."""
 
-    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
-        """Choose the GEMM, and raise ModelError before serving if the format's guarantee does not hold on this device.
+    def prepare(self, layer: torch.nn.Module, layout: Layout | None = None, most: int = TRAINED) -> None:
+        """Choose the GEMM after a load. Raise ModelError before serving if the format's guarantee does not hold on this device.
 
-        Without this, the first product would choose. With dummy weights, which are never quantized, that would be inside a
-        compiled graph, where a backend cannot be imported. ``layout``: how this rank's weight is composed of the trainer's
-        weights; None if it is one of them.
+        Otherwise the first product would choose. With dummy weights, which are never quantized, that would be inside a compiled
+        graph, where a backend cannot be imported.
+
+        Args:
+            layout: how this rank's weight is composed of the trainer's weights; None if it is one of them.
+            most: the largest number of rows in one step.
         """
-        self.backend(weight.device)
+        self.backend(layer.weight.device)
 
     def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
         """Row counts up to ``most`` whose products compile every kernel of this layer."""
         return self.backend(device).compiled_rows(most)
 
-    def lay_out(self, layer: torch.nn.Module) -> None:  # noqa: B027  # see BlockFp8
-        """Store the parameters in the layout that the GEMM reads. Later loads keep it."""
-
-    def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:  # noqa: B027  # see BlockFp8
-        """Keep further tensors that the GEMM reads, if any."""
-
-    def renew_blocks(self, layer: torch.nn.Module) -> None:  # noqa: B027
-        """Recompute them after a write to the parameters."""
-
-    def written(self) -> None:  # noqa: B027  # see BlockFp8
-        """Drop what was derived from the weight, which is being written."""
+    def written(self, layer: torch.nn.Module) -> None:  # noqa: B027  # see BlockFp8
+        """Renew or drop what was derived from the parameters, which have been written."""
 
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> Quantized:
@@ -193,7 +170,7 @@ class LinearFormat(abc.ABC):
         return Quantized(layer.weight.data, layer.weight_scale_inv.data, "channels", self.config.scale_format)
 
     def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
-        """Return the backend whose norms and activations can write this layer's quantized input; None if the layer needs BF16."""
+        """Return the backend that can fuse norms and activations with the quantization for this layer; None if none can."""
         return None
 
     @abc.abstractmethod
@@ -212,63 +189,51 @@ class BlockFp8(LinearFormat):
         self._packed: torch.Tensor | None = None
         self._is_packed = False
 
-    def written(self) -> None:
-        """Have the next product pack the weight again."""
+    def written(self, layer: torch.nn.Module) -> None:
+        """Recompute the block scales, and pack the weight again for the next product."""
         self._packed, self._is_packed = None, False
+        held = getattr(layer, BLOCKS, None)
+        if held is not None:
+            held.copy_(self._blocks(layer))
 
     def weight(self, layer: torch.nn.Module) -> Quantized:
         """With scales per row, per block if they are kept, and in the backend's fastest layout, packed once after a load."""
         q, s = layer.weight.data, layer.weight_scale_inv.data
         w = Quantized(q, s, "rows", self.config.scale_format, s_blocks=getattr(layer, BLOCKS, None))
-        if torch.compiler.is_compiling():  # a graph would keep the copy that it was traced with
+        if torch.compiler.is_compiling():  # a graph would keep the packed copy that it was traced with
             return w
         if not self._is_packed:
             self._packed, self._is_packed = self.backend(q.device).pack(w), True
         w.packed = self._packed
         return w
 
-    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
-        """Refuse a backend whose rows depend on the batch or on fused weights: they would not be the trainer's rows."""
-        super().check_serving(weight, layout, most)
+    def prepare(self, layer: torch.nn.Module, layout: Layout | None = None, most: int = TRAINED) -> None:
+        """Refuse a backend whose rows depend on the batch or on fused weights, and lay out the scales as the backend reads them.
+
+        Rows that depend on them would not be the trainer's. If a fused part starts inside a block, on disk or here, that block
+        has two scales, so no block scales are kept and FProp reads scales per row.
+        """
+        backend, weight = self.backend(layer.weight.device), layer.weight
         if self.config.fp8_train:
+            compared = layout
             if layout is not None and not self.config.exact:
-                layout = layout._replace(ranks=1)  # vLLM adds rounded sums over ranks, and the trainer does not
-            backend, shape, start = self.backend(weight.device), (weight.shape[0], weight.shape[1]), time.monotonic()
-            if require_row_equality(backend, shape, weight.device, self.config.scale_format, layout, most):
+                compared = layout._replace(ranks=1)  # vLLM adds rounded sums over ranks, and the trainer does not
+            shape, start = (weight.shape[0], weight.shape[1]), time.monotonic()
+            if require_row_equality(backend, shape, weight.device, self.config.scale_format, compared, most):
                 words = "jetrl_patch: backend=%r computes the trainer's rows for weights %s, tried in %.1f s"
                 logger.info(words, backend.name, list(shape), time.monotonic() - start)
-
-    def lay_out(self, layer: torch.nn.Module) -> None:
-        """Store scales column by column for a backend that reads them so. Otherwise each such product would copy them first.
-
-        It reads them for partial sums, and for blocks that have more than one scale.
-        """
-        if getattr(self.backend(layer.weight.device), "columns", False):
+        if getattr(backend, "columns", False):  # by columns, or each product that reads scales per row would copy them first
             layer.weight_scale_inv.data = pitched(layer.weight_scale_inv.data)
-
-    def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
-        """For a backend that reads block scales: keep them in a buffer whose address no weight sync changes.
-
-        If a fused part starts inside a block, on disk or here, that block has two scales. FProp then reads scales per row.
-        """
-        if self.backend(layer.weight.device).blocks and layout is not None and layout.in_blocks:
-            if getattr(layer, BLOCKS, None) is None:
-                layer.register_buffer(BLOCKS, self._blocks(layer), persistent=False)
-            else:
-                self.renew_blocks(layer)
-
-    def renew_blocks(self, layer: torch.nn.Module) -> None:
-        """Recompute the block scales after a write."""
-        held = getattr(layer, BLOCKS, None)
-        if held is not None:
-            held.copy_(self._blocks(layer))
+        if backend.blocks and layout is not None and layout.in_blocks and getattr(layer, BLOCKS, None) is None:
+            layer.register_buffer(BLOCKS, self._blocks(layer), persistent=False)  # no weight sync changes its address
+        self.written(layer)
 
     def _blocks(self, layer: torch.nn.Module) -> torch.Tensor:
         scale = layer.weight_scale_inv.data
         return self.backend(scale.device).block_scales(scale)
 
     def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
-        """The backend, on a GPU and for widths that the kernels support."""
+        """Return the backend on a GPU, for widths that its kernels support."""
         backend, weight = self.backend(layer.weight.device), layer.weight
         if not available(backend.name, weight.device.type):
             return None
@@ -301,7 +266,7 @@ class ChannelFp8(LinearFormat):
 
 # ---- INT8 ----------------------------------------------------------------------------------------
 # Weights have one scale per output channel and are installed as the trainer sends them. Activations have one scale per token. The
-# GEMM is exact in int32. On CUDA it uses vLLM's own kernels if they apply (not yet run on a GPU), otherwise torch's.
+# GEMM is exact in int32. On CUDA vLLM's own kernels run if they apply (not yet tried on a GPU), otherwise torch's.
 
 class ChannelInt8(LinearFormat):
     """int8 with per-channel weight scales and per-token activation scales."""
@@ -314,12 +279,12 @@ class ChannelInt8(LinearFormat):
         """Raise ModelError for a layer too wide for an int32 sum."""
         rowwise.check_width(name, K)
 
-    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
+    def prepare(self, layer: torch.nn.Module, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Choose the integer product."""
-        self._mm = rowwise.choose(self.config.backend, weight.device.type)
+        self._mm = rowwise.choose(self.config.backend, layer.weight.device.type)
 
     def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
-        """Return nothing: vLLM's kernels are in its wheel."""
+        """Return nothing: vLLM's wheel has compiled kernels."""
         return ()
 
     def quantize(self, w_NK: torch.Tensor) -> Quantized:

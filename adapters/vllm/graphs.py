@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
     from jetrl_patch.config import Config
 
-__all__ = ["asks_for_graphs", "capture_decoding", "mark_settings", "prove_graphs", "run_eagerly"]
-
 logger = logging.getLogger(__name__)
 
 # ---- Ask vLLM for graphs -------------------------------------------------------------------------
 # A graph records the kernel launches of a decoding step, one new token per request. Grids follow from shapes, and no op reads
-# anything back, so a replay runs the same kernels on whatever the input buffers hold. Prefill and mixed steps run eagerly.
+# anything back, so a replay runs the same kernels on the current contents of the input buffers. Prefill and mixed steps run
+# eagerly.
 
 #: capture modes that a framework sets for its users: verl sets the first, which is also vLLM's default
 _DEFAULTS = (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY)
@@ -45,33 +44,23 @@ def capture_decoding(args: EngineArgs, config: Config) -> None:
     """Have vLLM capture whole decoding steps in CUDA graphs and compile nothing, because a compiler changes the rounding.
 
     Raises:
-        ConflictError: ``decode_graphs=True`` and the engine's settings ask for a compilation, or for another way to capture.
-            With ``"auto"`` they are overridden, with a warning.
+        ConflictError: ``decode_graphs=True`` and the engine's settings request compilation, or another way to capture. With
+            ``"auto"`` these settings are overridden, with a warning.
     """
     settings = args.compilation_config
     if settings.mode not in (None, CompilationMode.NONE):
-        _override(
-            config,
-            "mode",
-            required="NONE (a compiler fuses ops and changes their rounding)",
-            found=settings.mode.name,
-            fix="leave it unset",
-        )
+        required = "NONE (a compiler fuses ops and changes their rounding)"
+        _override(config, "mode", required, found=settings.mode.name, fix="leave it unset")
     if settings.cudagraph_mode not in (None, *_DEFAULTS):
-        _override(
-            config,
-            "cudagraph_mode",
-            required="FULL_DECODE_ONLY (prefill and mixed steps run eagerly)",
-            found=str(settings.cudagraph_mode),
-            fix="leave it unset, or set decode_graphs=False",
-        )
+        required, fix = "FULL_DECODE_ONLY (prefill and mixed steps run eagerly)", "leave it unset, or set decode_graphs=False"
+        _override(config, "cudagraph_mode", required, found=str(settings.cudagraph_mode), fix=fix)
     if args.enforce_eager:
         logger.warning("jetrl_patch: set enforce_eager=False, because decode_graphs=True replays decoding steps from CUDA graphs")
     settings.mode, settings.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
     args.enforce_eager = False
 
 
-def _override(config: Config, name: str, *, required: str, found: str, fix: str) -> None:
+def _override(config: Config, name: str, required: str, found: str, fix: str) -> None:
     what = f"vLLM compilation_config.{name} with decode_graphs={config.decode_graphs!r}"
     if config.decode_graphs is True:
         raise ConflictError(explain(what, required=required, found=found, fix=fix))
@@ -79,11 +68,11 @@ def _override(config: Config, name: str, *, required: str, found: str, fix: str)
 
 
 # ---- Prove them at load --------------------------------------------------------------------------
-# Each captured step runs once more with other inputs than at its capture: random tokens, positions, lengths, keys and values.
-# The eager step runs on the same inputs. If one bit of the hidden states differs on one rank, all ranks run eagerly from then on.
-# What follows the hidden states (the head and the sampler) is never captured.
+# Each captured step is replayed once on new inputs: random tokens, positions, lengths, keys and values. The eager step runs on
+# the same inputs. If one bit of the hidden states differs on one rank, all ranks run eagerly from then on. The head and the
+# sampler are never captured.
 #
-# vLLM's dummy step has all requests read block 0 of the KV cache, which no request owns, and write nowhere.
+# In vLLM's dummy step all requests read block 0 of the KV cache, which no request owns, and write nowhere.
 
 #: longest context of the trial, in tokens
 _LONGEST = 2048
@@ -109,18 +98,18 @@ def prove_graphs(worker: Any) -> None:
 
 
 def run_eagerly(worker: Any, why: str) -> None:
-    """Make a loaded worker run all steps eagerly, whether or not it has captured graphs. Says so in one line."""
+    """Make a loaded worker run all steps eagerly, whether or not it has captured graphs, and log why."""
     runner: GPUModelRunner = worker.model_runner
     worker.vllm_config.model_config.enforce_eager = True
     worker.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    runner.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)  # from now on it sends no step to a graph
+    runner.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)  # no step runs from a graph any more
     if isinstance(runner.model, CUDAGraphWrapper):
         runner.model.clear_graphs()
     formats.logger.warning("jetrl_patch: decoding runs eagerly, without CUDA graphs: %s", why)
 
 
 def _different(runner: Any, sizes: list[int]) -> list[int]:
-    """The sizes whose graphs compute other bits. A rank that has found one goes on, because the others wait for it."""
+    """The sizes whose graphs compute other bits. A rank that finds one continues, because the others wait for it."""
     wrapper, vocabulary = runner.model, runner.model_config.get_vocab_size()
     runner.model = compared = _Compared(wrapper, vocabulary, runner.model_config.max_model_len)
     blocks = [cache[:1] for cache in runner.kv_caches]
@@ -146,7 +135,7 @@ def _different(runner: Any, sizes: list[int]) -> list[int]:
 
 
 class _Compared:
-    """Takes the model's place in a step: runs it eagerly, then from its graph, on the same random inputs."""
+    """Replaces the model in a step: runs it eagerly, then from its graph, on the same random inputs."""
 
     def __init__(self, wrapper: CUDAGraphWrapper, vocabulary: int, longest: int) -> None:
         self.wrapper, self.vocabulary, self.longest = wrapper, vocabulary, min(longest, _LONGEST)
@@ -162,7 +151,7 @@ class _Compared:
         return replayed
 
     def _fill(self, positions: torch.Tensor, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> None:
-        """Write inputs into the buffers that the graph reads. They are equal on all ranks."""
+        """Write the same inputs on all ranks into the buffers that the graph reads."""
         steps: Any = get_forward_context().attn_metadata
         generator = torch.Generator("cpu").manual_seed(positions.shape[-1])
         lengths = torch.randint(1, self.longest + 1, (positions.shape[-1],), generator=generator, device="cpu")
@@ -170,37 +159,30 @@ class _Compared:
             step.seq_lens.copy_(lengths)
         positions.copy_(lengths - 1)
         if input_ids is not None:
-            tokens = torch.randint(0, self.vocabulary, input_ids.shape, generator=generator, device="cpu")
-            input_ids.copy_(tokens)
+            input_ids.copy_(torch.randint(0, self.vocabulary, input_ids.shape, generator=generator, device="cpu"))
         if inputs_embeds is not None:
             inputs_embeds.copy_(torch.randn(inputs_embeds.shape, generator=generator, device="cpu"))
 
 
 # ---- Keep vLLM from serving a graph that it compiled under other settings ------------------------
-# vLLM keeps compiled graphs on disk and finds them by a hash of its configuration. The hash leaves out the quantization's own
-# settings (``VllmConfig.compute_hash``) and this plugin's. The scale format, the backend and what is fused are constants of the
-# graph: without this, an engine would go on computing with those of an earlier run.
+# vLLM keeps compiled graphs on disk and finds them by a hash of its configuration (``VllmConfig.compute_hash``), which leaves out
+# the settings of the quantization and of this plugin. The scale format, the backend and the fused ops are constants of a graph:
+# without this, an engine could run a graph with those of an earlier run.
 
-#: our key in ``additional_config``, of which vLLM hashes all
+#: our key in ``additional_config``, which vLLM hashes completely
 KEY = "jetrl_patch"
 
 
 def mark_settings(vllm_config: VllmConfig, config: Config, backend: str, attention: str) -> None:
-    """Add every setting, and what a worker has chosen on its device, to what the names of compiled graphs depend on.
+    """Add every setting, and the worker's choices on its device, to what vLLM hashes.
 
     Call it in the worker before its first step, which compiles.
 
     Raises:
-        ConflictError: ``additional_config`` is no dict, so that nothing can be added to it.
+        ConflictError: ``additional_config`` is not a dict, so nothing can be added to it.
     """
     given: Any = vllm_config.additional_config
     if not isinstance(given, dict):
-        raise ConflictError(
-            explain(
-                "vLLM additional_config with a quantized rollout",
-                required="a dict, to which the settings of jetrl_patch are added",
-                found=type(given).__name__,
-                fix="leave it unset, or give a dict",
-            )
-        )
+        what, required = "vLLM additional_config with a quantized rollout", "a dict, to which jetrl_patch adds its settings"
+        raise ConflictError(explain(what, required=required, found=type(given).__name__, fix="leave it unset, or pass a dict"))
     vllm_config.additional_config = {**given, KEY: {**config.to_env(), "backend": backend, "attention": attention}}

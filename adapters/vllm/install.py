@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
-    LinearMethodBase,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from jetrl_patch import session
-from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, expert_modules
+from jetrl_patch.adapters.vllm.experts import expert_modules
 from jetrl_patch.adapters.vllm.fixes import unpacked
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.adapters.vllm.ops import ExactLinearMethod
@@ -30,12 +28,9 @@ from jetrl_patch.patching.attached import Attached
 from jetrl_patch.sync.digest import Pieces, Rect, as_2d
 from jetrl_patch.sync.protocol import dtype_name
 
-__all__ = ["VllmInstaller", "add_plain", "guarded_modules", "to_bf16"]
-
-
 # ---- Digests of tensors that a sync sends unquantized: embeddings, ``lm_head``, norms, biases, routers, BF16 layers
-# A parameter is compared only if this rank holds it as it was sent: in the announced dtype or in FP32, and whole or as a
-# rectangle that a ``Shard`` describes. For the others (casts, transformed vision towers) only completeness is checked.
+# A parameter is compared if this rank holds it as it was sent: in the announced dtype or in FP32, and whole or as a rectangle
+# that a ``Shard`` describes. The others (casts, transformed vision towers) are only checked for completeness.
 
 #: shape and dtype of each tensor that a sync announced, by Hugging Face name
 Sent = Mapping[str, tuple[tuple[int, ...], str]]
@@ -58,8 +53,7 @@ def add_plain(pieces: Pieces, model: torch.nn.Module, sent: Sent) -> None:
         elif prefix.removesuffix(".conv1d") in nets:
             continue  # its delta net has it
         elif isinstance(module, LinearBase):
-            parts = names.get(id(module)) or hf_names(name, packed)
-            found = chain(_of_linear(module, parts, sent), _beside_weight(module, name))
+            found = _of_linear(module, name, names.get(id(module)) or hf_names(name, packed), sent)
         elif isinstance(module, VocabParallelEmbedding):
             at = module.shard_indices
             rows = slice(at.org_vocab_start_index, at.org_vocab_end_index)
@@ -76,10 +70,7 @@ _Piece = tuple[str, slice, slice, torch.Tensor]
 
 
 def _of_delta_net(net: Any, name: str) -> Iterator[_Piece]:
-    """Yield this rank's heads of a gated delta net: the decays, and the convolution's rows of q, k and v.
-
-    vLLM holds ``A_log`` in FP32.
-    """
+    """Yield this rank's heads of a gated delta net: the decays (``A_log`` is FP32 in vLLM), and the convolution's q, k and v."""
     rank, ranks = net.tp_rank, net.tp_size
     for key in ("A_log", "dt_bias"):
         data = getattr(net, key).data
@@ -92,13 +83,15 @@ def _of_delta_net(net: Any, name: str) -> Iterator[_Piece]:
         base, offset = base + size, offset + local
 
 
-def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Piece]:
-    """Yield the pieces of a linear layer's weight and bias, if one of them was sent."""
+def _of_linear(layer: LinearBase, prefix: str, names: list[str], sent: Sent) -> Iterator[_Piece]:
+    """Yield the pieces of a linear layer's weight and bias, if one of them was sent, and its other parameters, whole."""
+    for key, tensor in layer.named_parameters(recurse=False):
+        if key not in ("weight", "bias"):  # a router's correction of scores
+            yield f"{prefix}.{key}", slice(None), slice(None), tensor.data
     if not any(f"{name}.{key}" in sent for name in names for key in ("weight", "bias")):
         return
     weight, bias = (getattr(layer, key, None) for key in ("weight", "bias"))
-    for shard in shards_of(layer, names):
-        local = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
+    for shard, local in _rows(layer, names):
         rows, columns = slice(shard.row0, shard.row1), slice(shard.col0, shard.col1)
         if weight is not None:
             yield f"{shard.name}.weight", rows, columns, weight.data[local]
@@ -106,19 +99,12 @@ def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Pie
             yield f"{shard.name}.bias", slice(None), rows, bias.data[local]
 
 
-def _beside_weight(layer: torch.nn.Module, name: str) -> Iterator[_Piece]:
-    """Yield a linear layer's other parameters, whole: a router's correction of scores."""
-    for key, tensor in layer.named_parameters(recurse=False):
-        if key not in ("weight", "bias"):
-            yield f"{name}.{key}", slice(None), slice(None), tensor.data
-
-
 def _add(
     pieces: Pieces, name: str, announced: tuple[tuple[int, ...], str], rows: slice, columns: slice, data: torch.Tensor
 ) -> None:
     """Add one piece if its shape and dtype are the announced ones. ``slice(None)`` means all rows or columns.
 
-    A tensor held in FP32 but sent in BF16 is compared in BF16, and must not have lost anything.
+    A tensor held in FP32 but sent in BF16 is compared in BF16, after a check that the cast loses nothing.
     """
     (shape, dtype), matrix = announced, as_2d(data)
     whole = as_2d(torch.empty(shape, device="meta")).shape
@@ -140,36 +126,6 @@ _GUARDED: Attached[list[str]] = Attached(
 )
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A layer with its new method and its new, uninitialized weight."""
-
-    layer: LinearBase
-    names: list[str]
-    method: LinearMethodBase
-    weight: torch.nn.Parameter
-
-    def carry_out(self) -> None:
-        layer = self.layer
-        del layer.weight, layer.weight_scale_inv
-        layer.weight = self.weight
-        layer.quant_method = self.method
-        _GUARDED.set(layer, self.names)
-        self.method.process_weights_after_loading(layer)  # where vLLM packs weights, later loads are packed again
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """Experts and the memory for their BF16 weights. They keep their method."""
-
-    layer: Any
-    method: QuantizedExpertsMethod
-    room: dict[str, torch.Tensor]
-
-    def carry_out(self) -> None:
-        self.method.to_bf16(self.layer, self.room)
-
-
 def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
     """Move FP8 linears and experts to BF16, as if ``exclude`` had named them. Their weights are uninitialized until loaded.
 
@@ -181,20 +137,20 @@ def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
             changed.
     """
     missing = set(wanted)
-    changes: list[_Change | _Experts] = []
+    changes: list[Callable[[], None]] = []  # each holds the memory that it needs
     for layer, method in quantized_modules(model):
         if _takes(method.names, missing):
             changes.append(_prepare(layer, method))
     for experts, own in expert_modules(model):
         if own.plain is None and _takes(own.layers(), missing):
-            changes.append(_Experts(experts, own, own.room_in_bf16(experts)))
+            changes.append(functools.partial(own.to_bf16, experts, own.room_in_bf16(experts)))
     if missing:
         raise AuditError(
-            f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but they are not "
+            f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but these are not "
             f"FP8 layers in this engine. Use the same model and JETRL_EXCLUDE on both sides."
         )
     for change in changes:
-        change.carry_out()
+        change()
 
 
 def _takes(layers: list[str], missing: set[str]) -> bool:
@@ -216,16 +172,23 @@ def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]
     return [(linear, names) for linear in linears if (names := _GUARDED.get(linear)) is not None]
 
 
-def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> _Change:
-    made: Any = ExactLinearMethod() if method.exact else UnquantizedLinearMethod()
-    old = layer.weight
-    holder = torch.nn.Module()
+def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> Callable[[], None]:
+    """Allocate a layer's BF16 weight. Returns the function that installs it."""
+    bf16: Any = ExactLinearMethod() if method.exact else UnquantizedLinearMethod()
+    old, holder = layer.weight, torch.nn.Module()
     with torch.device(old.device):
-        made.create_weights(
+        bf16.create_weights(
             holder, old.shape[1], [old.shape[0]], layer.input_size, layer.output_size, torch.bfloat16,
             weight_loader=layer.weight_loader_v2,
         )  # fmt: skip
-    return _Change(layer, list(method.names), made, holder.weight)
+
+    def carry_out() -> None:
+        del layer.weight, layer.weight_scale_inv
+        layer.weight, layer.quant_method = holder.weight, bf16
+        _GUARDED.set(layer, method.names)
+        bf16.process_weights_after_loading(layer)  # so that vLLM packs the weight again after later loads
+
+    return carry_out
 
 
 # ---- The installer -------------------------------------------------------------------------------
@@ -255,7 +218,7 @@ class VllmInstaller:
         session.register_guarded(layers)
 
     def stay_in_place(self) -> None:
-        """Require that later syncs do not move parameters or buffers, because captured graphs hold their addresses."""
+        """Require later syncs to leave parameters and buffers in place, because captured graphs hold their addresses."""
         self._captured = _addresses(self.model)
 
     @torch.no_grad()
@@ -264,30 +227,26 @@ class VllmInstaller:
         self._loaded = set()
         for layer, method in expert_modules(self.model):
             method.expect(layer)
-        for _, linear in quantized_modules(self.model):
-            linear.format.written()
         for parameter in self.model.parameters():
             if parameter.element_size() == 1:  # 0x7F is NaN in e4m3fn; int8 has no NaN, but its scales do
                 parameter.data.view(torch.uint8).fill_(0x7F)
             elif parameter.is_floating_point():
                 parameter.data.fill_(float("nan"))
+        for linear, quantized in quantized_modules(self.model):
+            quantized.format.written(linear)
 
     @torch.no_grad()
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load whole Hugging Face tensors into this rank's part of the model.
 
-        The second name of a tied weight is dropped: ``lm_head``, if it is the embedding. vLLM skips it, and vLLM 0.30 refuses it
-        in a call without the first name, which may be in another bucket. ``finish`` requires the first name.
+        Drops the second name of a tied weight: ``lm_head``, if it is the embedding. vLLM skips it, and vLLM 0.30 refuses it in a
+        call without the first name, which may be in another bucket. ``finish`` requires the first name.
         """
-        tied = self._tied()
-        named = ((name, weight) for name, weight in weights if name not in tied)
-        self._loaded |= set(self.model.load_weights(vllm_names(self.model, named)))
-
-    def _tied(self) -> set[str]:
-        """Hugging Face's names of parameters that the model also has under an earlier name."""
         mapper, first = getattr(self.model, "hf_to_vllm_mapper", None), dict(self.model.named_parameters())
         again = (name.rpartition(".") for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in first)
-        return {f"{hf_name(module, mapper)}.{leaf}" for module, _, leaf in again}
+        tied = {f"{hf_name(module, mapper)}.{leaf}" for module, _, leaf in again}
+        named = ((name, weight) for name, weight in weights if name not in tied)
+        self._loaded |= set(self.model.load_weights(vllm_names(self.model, named)))
 
     def finish(self) -> None:
         """Check completeness, and recompute what vLLM derives from the weights.
@@ -296,7 +255,7 @@ class VllmInstaller:
         """
         # Tied parameters are one object with two names: named_parameters() lists it once, load() may use either name.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
-        # For a weight that arrived in BF16 and was quantized here, only the weight's name is recorded, not that of its scales.
+        # If a weight arrived in BF16 and was quantized here, ``_loaded`` has its name but not that of its scales.
         experts = expert_modules(self.model)
         ids |= {id(getattr(layer, name)) for layer, method in experts for name in method.parameters} | made(self.model)
         missing = [
@@ -332,8 +291,7 @@ class VllmInstaller:
         pieces = Pieces()
         add_plain(pieces, self.model, plain)
         for layer, method in quantized_modules(self.model):
-            for shard in method.shards(layer):
-                rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
+            for shard, rows in _rows(layer, method.names):
                 _add_weight(pieces, shard, layer.weight.data[rows])
                 method.format.scales.add_to(pieces, shard, layer.weight_scale_inv.data[rows])
         for experts, method in expert_modules(self.model):
@@ -342,10 +300,15 @@ class VllmInstaller:
                 if piece.scale is not None:
                     method.format.scales.add_to(pieces, piece.shard, piece.scale)
         for layer, names in guarded_modules(self.model):
-            for shard in shards_of(layer, names):
-                rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
+            for shard, rows in _rows(layer, names):
                 _add_weight(pieces, shard, layer.weight.data[rows])
         return pieces.read()
+
+
+def _rows(layer: LinearBase, names: list[str]) -> Iterator[tuple[Shard, slice]]:
+    """Yield the parts of a linear with their rows of this rank's parameter."""
+    for shard in shards_of(layer, names):
+        yield shard, slice(shard.offset, shard.offset + shard.row1 - shard.row0)
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:

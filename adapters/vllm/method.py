@@ -1,7 +1,7 @@
 """The linear method of all jetrl_patch quantizations: it loads and multiplies a linear of any ``LinearFormat``.
 
-Its parameters load bytes and scales from the trainer, or BF16 from a checkpoint, which they quantize. Both arrive as whole
-Hugging Face weights.
+Its parameters load the trainer's bytes and scales, or BF16 from a checkpoint, which they quantize. Both arrive as whole Hugging
+Face weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.fp8.producers import product
 
-__all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "layout_of", "quantized_modules"]
-
 
 @register_weight_loader_v2_supported_method
 class QuantizedLinearMethod(LinearMethodBase):
@@ -31,7 +29,7 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     Args:
         packed: layers that vLLM merges -> their parts in a checkpoint.
-        cut: the model's linears whose tensor-parallel split cuts a block. The first load raises an error that names them all.
+        cut: collects the linears whose tensor-parallel split cuts a block. The first load raises an error that names them all.
     """
 
     def __init__(self, config: Config, prefix: str, packed: Mapping[str, list[str]], cut: list[str]) -> None:
@@ -59,12 +57,9 @@ class QuantizedLinearMethod(LinearMethodBase):
         if self.format.scales.cuts(k, input_size):
             self.cut.append(self.prefix)
         load = extra["weight_loader"]
-        layer.weight = ModelWeightParameter(
-            data=torch.empty(n, k, dtype=self.format.dtype),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=self._weight_loader(layer, load),
-        )
+        weight = torch.empty(n, k, dtype=self.format.dtype)
+        loader = self._weight_loader(layer, load)
+        layer.weight = ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
         layer.weight_scale_inv = self.format.scales.parameter(n, k, self._scale_loader(layer, load))
 
     def shards(self, layer: LinearBase) -> list[Shard]:
@@ -74,13 +69,10 @@ class QuantizedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if the format's guarantee does not hold on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
-        self.format.written()
-        self.format.check_serving(layer.weight, layout, self.most)
-        self.format.lay_out(layer)
-        self.format.hold_blocks(layer, layout)
+        self.format.prepare(layer, layout, self.most)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [..., K]``, BF16 or quantized by ``fused`` -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""
+        """``x [..., K]``, BF16 or quantized by a fused op -> ``[..., N]`` BF16: rounded once, then the bias is added in BF16."""
         if isinstance(x, Quantized):
             y = self._product(layer, x, torch.bfloat16)
         else:
@@ -93,42 +85,37 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     def _product(self, layer: torch.nn.Module, x: torch.Tensor | Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         w = self.format.weight(layer)
-        if isinstance(x, Quantized):  # only of a backend that ``format.producers`` has named
+        if isinstance(x, Quantized):  # from the backend that ``format.producers`` returned
             return product(x, w, self.format.backend(w.q.device), out_dtype)
         return self.format.product(x, w, out_dtype)
 
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
             self._check_split(layer)
-            self.format.written()
-            if loaded.dtype == self.format.dtype:
-                load(param, loaded, *shard, **kwargs)
-                return
-            bf16_NK = finite_bf16(self._hf_name(layer, shard, kwargs), loaded)
-            q_NK, scales = self.format.quantize(bf16_NK.to(param.device))
-            load(param, q_NK, *shard, **kwargs)
-            scale = layer.weight_scale_inv
-            scale.weight_loader(scale, scales, *shard, **kwargs)
+            scales = None
+            if loaded.dtype != self.format.dtype:
+                bf16_NK = finite_bf16(self._hf_name(layer, shard, kwargs), loaded)
+                loaded, scales = self.format.quantize(bf16_NK.to(param.device))
+            load(param, loaded, *shard, **kwargs)
+            self.format.written(layer)
+            if scales is not None:
+                layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scales, *shard, **kwargs)
 
         return load_weight
 
     def _scale_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_scale(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
             self._check_split(layer)
-            rows = self._whole(layer, shard, kwargs)
+            rows = (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows  # a weight that is fused on disk has no shard
             loaded = self.format.scales.per_row(loaded, rows, self._hf_name(layer, shard, kwargs))
             load(param, loaded, *shard, **kwargs)
-            self.format.renew_blocks(layer)
+            self.format.written(layer)
 
         return load_scale
 
     def _find(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
         wanted = shard[0] if shard else next(iter(kwargs.values()), None)
         return next((s for s in self.shards(layer) if s.shard_id == wanted), None)
-
-    def _whole(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of rows of the whole weight being loaded. A weight that is fused on disk has no shard."""
-        return (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows
 
     def _hf_name(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         found = self._find(layer, shard, kwargs)

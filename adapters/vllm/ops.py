@@ -1,8 +1,7 @@
-"""What replaces vLLM's own ops: exact ops, exact BF16 GEMMs, and norms and activations fused with the quantization."""
+"""Replacements of vLLM's ops: exact ops, exact BF16 GEMMs, and norms and activations fused with the quantization."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +26,6 @@ from jetrl_patch.fp8.producers import multiplied, normed
 from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.models.families import FAMILIES, Family
 
-__all__ = [
-    "OPS", "ExactHeadMethod", "ExactLinearMethod", "ExactLogitsProcessor", "ExactRMSNorm", "ExactRotaryEmbedding",
-    "ExactSiluAndMul", "FusedNorm", "FusedSiluAndMul", "fuse", "keep_equal",
-]  # fmt: skip
-
-
 # ---- Exact ops -----------------------------------------------------------------------------------
 # They have Hugging Face's order of operations and rounding. vLLM's table of out-of-tree ops replaces each class by name when it
 # builds a model.
@@ -40,9 +33,7 @@ __all__ = [
 class ExactRMSNorm(RMSNorm):
     """Normalizes the sum of input and residual rounded to BF16, as Hugging Face does; vLLM normalizes the unrounded sum."""
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
         if self.variance_size_override is not None or not self.has_weight:
             raise ModelError(
@@ -84,7 +75,7 @@ class ExactRotaryEmbedding(RotaryEmbedding):
     """Rounds the tables, products and sums to BF16, as Hugging Face's ``apply_rotary_pos_emb`` does."""
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
-        """``[2, P, D/2]`` BF16: cosines, then sines, so that each table is contiguous."""
+        """``[2, P, D/2]`` BF16: cosines, then sines, each contiguous."""
         model = get_current_vllm_config().model_config
         frequencies = ops.rope_frequencies(model.hf_text_config)
         width = 2 * frequencies.shape[0]
@@ -134,8 +125,8 @@ OPS: dict[str, type] = {
 
 # ---- Exact BF16 GEMMs: ``lm_head``, and the linears that ``exclude`` names -----------------------
 # On a CPU, vLLM packs these weights once after loading, so a later update has no effect, and its GEMM's rounding depends on the
-# batch size. This GEMM reads the weight as loaded and is batch-invariant: a row's bits depend on that row alone. The trainer uses
-# the same one.
+# batch size. This GEMM reads the weight as loaded and is batch-invariant: a row's bits depend on that row alone. The trainer has
+# the same GEMM.
 
 class ExactHeadMethod(UnquantizedEmbeddingMethod):
     """For ``lm_head``, and for the embedding if the two are tied.
@@ -175,14 +166,15 @@ class ExactLinearMethod(UnquantizedLinearMethod):
 
 
 # ---- Norms and activations that quantize their result for the next FP8 linear, in one launch -----
-# A norm qualifies if only one linear layer of vLLM reads it, by the family's record (``readers``); only ``down_proj`` reads SiLU
-# * up. In a loaded model such a module gets a class that returns a ``Quantized``. vLLM's model code passes it on unread, and
-# ``QuantizedLinearMethod`` multiplies it. vLLM's own carrier for this (``QuantizedActivation``) exists since 0.30 and for its own
-# formats only.
+# A norm qualifies if only one of vLLM's linear layers reads it (``Family.readers``); only ``down_proj`` reads silu(gate) * up. In
+# a loaded model such a module gets a class that returns a ``Quantized``. vLLM's model code passes it on unread, and
+# ``QuantizedLinearMethod`` multiplies it. vLLM has a carrier of its own (``QuantizedActivation``), since 0.30 and only for its
+# own formats.
 #
-# The module falls back to its original code if the linear is not quantized (or no longer, after the precision guard), if the
-# device has no such kernels, or if they do not support the width or the tensor. In exact mode fusing changes no byte. With
-# ``align="linear"`` the values are those of the trainer's fused kernels; vLLM's own kernels sometimes round them to a neighbor.
+# A module is left alone if its linear is not quantized, if the device has no such kernels, or if they do not support the width.
+# It runs its original code if the precision guard has moved the linear to BF16, or if the kernels do not support a tensor. In
+# exact mode fusing changes no byte. With ``align="linear"`` the values are those of the trainer's fused kernels, which vLLM's
+# kernels sometimes round to a neighbor.
 
 #: activation of a block -> the only linear that reads it
 ACTIVATIONS = {"act_fn": ("down_proj",)}
@@ -191,7 +183,7 @@ TRIED = (1, 7, 130)
 
 
 class _Producer:
-    """Has a link to the linear that reads it. The link is not a submodule, because the linear already is one elsewhere."""
+    """Knows the linear that reads it. The reference is not a submodule, because the linear already is one elsewhere."""
 
     jetrl_reader: Any
     jetrl_backend: GpuBackend
@@ -233,8 +225,8 @@ def _plain(x: torch.Tensor) -> bool:
 
 
 def fuse(model: torch.nn.Module, family: Family) -> list[str]:
-    """Fuse modules of a loaded model of vLLM's own, in place. Returns their names. A second call changes nothing."""
-    if not family.covers("fused") or family.rollout != "vllm" or family.tower:  # vLLM's code of the last has not run so
+    """Fuse modules of a loaded model with vLLM's own code, in place. Returns their names. A second call changes nothing."""
+    if not family.covers("fused") or family.rollout != "vllm" or family.tower:  # untested with vision-language models
         return []
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     quantized = {name: layer for layer, method in quantized_modules(model) for name in method.names}
@@ -250,13 +242,14 @@ def fuse(model: torch.nn.Module, family: Family) -> list[str]:
             kind, readers = FusedSiluAndMul, ACTIVATIONS.get(leaf, ())
         else:
             continue
-        layer = _one(quantized, [f"{parent}.{reader}" for reader in readers])
-        backend = None if layer is None else layer.quant_method.format.producers(layer)
-        if backend is None:
-            continue
-        swap(module, kind)
-        module.__dict__.update(jetrl_reader=layer, jetrl_backend=backend)  # not a second registration of the layer
-        changed.append(prefix)
+        layers: list[Any] = [quantized.get(f"{parent}.{reader}") for reader in readers]
+        if not layers or layers[0] is None or any(layer is not layers[0] for layer in layers):
+            continue  # vLLM does not fuse exactly these linears into one quantized layer
+        backend = layers[0].quant_method.format.producers(layers[0])
+        if backend is not None:
+            swap(module, kind)
+            module.__dict__.update(jetrl_reader=layers[0], jetrl_backend=backend)  # setattr would register a submodule
+            changed.append(prefix)
     return changed
 
 
@@ -265,53 +258,36 @@ def _whole(norm: RMSNorm) -> bool:
     return norm.has_weight and norm.variance_size_override is None and norm.weight.dtype == torch.bfloat16
 
 
-def _one(quantized: dict[str, Any], names: Sequence[str]) -> Any:
-    """The quantized layer into which vLLM fuses exactly these linears; None if there is none."""
-    found = [quantized.get(name) for name in names]
-    return found[0] if found and all(layer is found[0] for layer in found) else None
-
-
 @torch.no_grad()
 def keep_equal(model: torch.nn.Module) -> list[str]:
     """Compare each kind of fused module with the two steps that it replaces, on this device, once per width.
 
-    Modules of a kind whose bytes differ run in two steps again, with a warning: trainer and rollout would disagree.
+    If the bytes differ, all modules of that kind and width run in two steps again, with a warning: trainer and rollout would
+    disagree.
 
     Returns:
         The names of these modules.
     """
-    apart = []
-    for names, modules in _kinds(model):
-        if all(_equal(modules[0], M) for M in TRIED):
+    kinds: dict[tuple[bool, int], dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedNorm | FusedSiluAndMul):
+            kinds.setdefault((isinstance(module, FusedNorm), module.jetrl_reader.weight.shape[1]), {})[name] = module
+    apart: list[str] = []
+    for modules in kinds.values():
+        names = list(modules)
+        if all(_is_equal(modules[names[0]], M) for M in TRIED):
             continue
-        for module in modules:
+        for module in modules.values():
             unswap(module)
         apart += names
-        words = "jetrl_patch: %s and %d more would give other bytes in one launch with their quantization here; they take two"
+        words = "jetrl_patch: fused with the quantization, %s and %d more would give other bytes here, so they run in two steps"
         logger.warning(words, names[0], len(names) - 1)
     return apart
 
 
-def _kinds(model: torch.nn.Module) -> list[tuple[list[str], list[Any]]]:
-    """Return names and modules of each kind and width."""
-    found: dict[tuple[bool, int], tuple[list[str], list[Any]]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FusedNorm | FusedSiluAndMul):
-            names, modules = found.setdefault((isinstance(module, FusedNorm), module.jetrl_reader.weight.shape[1]), ([], []))
-            names.append(name)
-            modules.append(module)
-    return list(found.values())
-
-
-def _equal(module: Any, M: int) -> bool:
-    expected, found = _both(module, M)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, found, strict=True))
-
-
-def _both(module: Any, M: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The results of the two steps, and of the fused module."""
-    weight = module.jetrl_reader.weight
-    norm = isinstance(module, FusedNorm)
+def _is_equal(module: Any, M: int) -> bool:
+    """Whether the fused module has the bytes of the two steps, for M random rows."""
+    weight, norm = module.jetrl_reader.weight, isinstance(module, FusedNorm)
     generator = torch.Generator(weight.device).manual_seed(M)
     shape = (2, M, weight.shape[1]) if norm else (1, M, 2 * weight.shape[1])
     given = torch.randn(*shape, generator=generator, device=weight.device).to(torch.bfloat16)
@@ -319,5 +295,5 @@ def _both(module: Any, M: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     kind: Any = FusedNorm if norm else FusedSiluAndMul
     plain = super(kind, module).forward(*given.clone())
     (rows, *sums), (y, *totals) = (fused, plain) if norm else ((fused,), (plain,))
-    expected = module.jetrl_backend.quantize_activation(y, module.scale_format())
-    return [t.contiguous() for t in (*expected, *totals)], [t.contiguous() for t in (*rows, *sums)]
+    pairs = zip((*rows, *sums), (*module.jetrl_backend.quantize_activation(y, module.scale_format()), *totals), strict=True)
+    return all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs)

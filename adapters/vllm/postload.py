@@ -1,7 +1,7 @@
-"""Tensors that vLLM derives from its weights once, after loading: recomputed after each weight sync, or refused.
+"""Tensors that vLLM derives from its weights after loading: recomputed after each weight sync, or refused.
 
-A weight sync writes parameters through their loaders. It does not run vLLM's ``process_weights_after_loading``, because most of
-these steps cannot run twice on the same weights.
+A weight sync writes parameters through their loaders. It does not run vLLM's ``process_weights_after_loading``, because most
+implementations cannot run twice on the same weights.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ from jetrl_patch.adapters.vllm.ops import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.models.families import FAMILIES
 
-__all__ = ["AFTER_LOADING", "absorb", "check_layers", "follow_norms", "is_handled", "latent_modules", "made"]
-
-
 # ---- Latent attention (MLA): recompute the absorbed weights after each sync ----------------------
-# Each token's keys and values are compressed to one vector, which ``kv_b_proj [H (P + V), L]`` expands for all heads. In a
-# prefill vLLM expands it. In a decoding step it leaves the vector compressed: it multiplies the query of each head by ``W_UK_T
-# [H, P, L]``, and the result of attention by ``W_UV [H, L, V]``, in BF16. ``MLAAttention.process_weights_after_loading`` derives
-# both from ``kv_b_proj``: views if the weight is BF16 (vLLM 0.24 to 0.32), dequantized copies if it is FP8, packed copies for
-# AMX. If a sync wrote the weight alone, decoding steps would silently go on with the copies of the old one.
+# Each token's keys and values are compressed to one vector, which ``kv_b_proj [H (P + V), L]`` expands for all heads. A prefill
+# expands it. A decoding step leaves it compressed, and multiplies the query of each head by ``W_UK_T [H, P, L]`` and the result
+# of attention by ``W_UV [H, L, V]``, in BF16. ``MLAAttention.process_weights_after_loading`` derives both from ``kv_b_proj``:
+# views if the weight is BF16 (vLLM 0.24 to 0.32), dequantized copies if it is FP8, packed copies for AMX. If a sync wrote only
+# the weight, decoding steps would silently use copies of the old one.
 #
-# The layer stays in BF16 on both sides (``families.ABSORBED``): in FP8 its input would be quantized in prefills and in the
-# trainer, but not in decoding steps.
+# The layer stays in BF16 on both sides (``families.ABSORBED``): in FP8, prefills and the trainer would quantize its input, but
+# decoding steps would not.
 
 #: vLLM's step after loading
 AFTER_LOADING = "process_weights_after_loading"
-#: the derived tensors, unless packed; the last one exists with decode context parallelism and covers all ranks
+#: the derived tensors, unless packed; the last one exists only with decode context parallelism and covers all ranks
 _MADE = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 
 
@@ -49,7 +46,6 @@ def latent_modules(model: nn.Module) -> list[Any]:
 def is_handled(module: Any) -> bool:
     """Whether the module is vLLM's own dense latent attention with ``kv_b_proj`` in BF16."""
     from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     if not isinstance(module, MLAAttention) or getattr(type(module), AFTER_LOADING) is not getattr(MLAAttention, AFTER_LOADING):
         return False
@@ -77,37 +73,30 @@ def absorb(model: nn.Module) -> None:
 
 
 def follow_norms(model: nn.Module, hf_config: Any) -> None:
-    """Give the norms inside latent attention the trainer's epsilon. Transformers' code sets it; vLLM uses ``rms_norm_eps``.
+    """Give the norms inside latent attention the epsilon that transformers' code sets. vLLM uses ``rms_norm_eps``.
 
     Args:
         hf_config: the configuration of the language model.
     """
-    found = [module for module in model.modules() if hasattr(module, "kv_a_layernorm")]
-    if not found:
+    latent = [module for module in model.modules() if hasattr(module, "kv_a_layernorm")]
+    if not latent:
         return
-    theirs = _attention(hf_config)
-    for module in found:
+    family = FAMILIES[hf_config.model_type]
+    code = importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
+    # only the attention: vLLM has written its own name for the rotary angles into hf_config, so no whole model can be built
+    with torch.device("meta"):
+        theirs = getattr(code, family.attention)(hf_config, 0)
+    for module in latent:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             norm = getattr(module, name, None)
             if norm is not None:
                 norm.variance_epsilon = getattr(theirs, name).variance_epsilon
 
 
-def _attention(hf_config: Any) -> Any:
-    """The trainer's attention module, on the meta device.
-
-    A whole model cannot be built here, because vLLM has written its own name for the rotary angles into the configuration.
-    """
-    family = FAMILIES[hf_config.model_type]
-    module = importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
-    with torch.device("meta"):
-        return getattr(module, family.attention)(hf_config, 0)
-
-
 # ---- Refuse models with other layers that vLLM transforms after loading --------------------------
-# Experts are repacked, for example, and attention sinks converted. After a sync the engine would still compute with the old ones.
+# For example, vLLM repacks experts and converts attention sinks. After a sync the engine would still compute with the old ones.
 
-#: methods that compute with the weight as loaded; on a CPU ``fixes.keep_live_weight`` packs the copies of the last two again
+#: methods that compute with the weight as loaded; on a CPU ``fixes.keep_live_weight`` renews the packed copies of the last two
 _LIVE = (
     QuantizedLinearMethod,
     QuantizedExpertsMethod,
@@ -119,7 +108,7 @@ _LIVE = (
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raise ModelError for a loaded vLLM model with a layer that a weight sync would only half update."""
+    """Raise ModelError for a loaded vLLM model with a layer of which a weight sync would update only a part."""
     found = {kind: name for name, kind in _transformed(model)}
     if found:
         kind, name = next(iter(found.items()))
@@ -138,20 +127,17 @@ def _transformed(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield name and kind of each layer whose weights vLLM transforms."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if _transforms(method, QuantizeMethodBase) and type(method) not in _LIVE:
+        own = getattr(type(method), AFTER_LOADING, None) is not getattr(QuantizeMethodBase, AFTER_LOADING)
+        if isinstance(method, QuantizeMethodBase) and own and type(method) not in _LIVE:
             yield name, type(method).__name__
         if callable(getattr(module, AFTER_LOADING, None)) and not _is_plain_attention(module) and not is_handled(module):
             yield name, type(module).__name__
 
 
-def _transforms(method: Any, base: type) -> bool:
-    return isinstance(method, base) and getattr(type(method), AFTER_LOADING) is not getattr(base, AFTER_LOADING)
-
-
 def _is_plain_attention(module: Any) -> bool:
-    """Whether the step does nothing here: ordinary attention without sinks, or a vision tower's attention without FP8.
+    """Whether the step changes nothing here: ordinary attention without sinks, or a vision tower's attention without FP8.
 
-    Ordinary attention calls its backend, which converts attention sinks. A vision tower prepares the scales of FP8 attention.
+    Ordinary attention calls its backend, which converts attention sinks. A vision tower prepares scales for FP8 attention.
     """
     own = getattr(getattr(type(module), AFTER_LOADING, None), "__qualname__", "")
     if own == f"MMEncoderAttention.{AFTER_LOADING}":

@@ -24,9 +24,9 @@ from vllm.platforms import current_platform
 from jetrl_patch import session
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-from jetrl_patch.adapters.vllm.ops import ExactHeadMethod, ExactLinearMethod
+from jetrl_patch.adapters.vllm.ops import OPS, ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.ranks import ExactReplicatedLinear, ExactRowParallelLinear
-from jetrl_patch.adapters.vllm.shards import REGISTRIES, claim, hf_name, hf_names
+from jetrl_patch.adapters.vllm.shards import hf_name, hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
@@ -36,8 +36,6 @@ from jetrl_patch.patching.journal import Journal
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
-
-__all__ = ["JetrlQuantConfig", "fill", "quantization_name"]
 
 
 # ---- The quantization ----------------------------------------------------------------------------
@@ -58,15 +56,15 @@ class JetrlQuantConfig(QuantizationConfig):
         super().__init__()
         self.config = session.active_config()
         self.cut: list[str] = []
-        #: name map of the whole model; models inside it have maps of their own, which are ignored
+        #: name map of the whole model; the maps of the models inside it are ignored
         self.mapper: WeightsMapper | None = None
 
     @property
     def packed_modules_mapping(self) -> ChainMap[str, list[str]]:
         """Layers that vLLM merges -> their parts in a checkpoint.
 
-        vLLM sets it for the whole model and then for each model inside it, whose class may be made for other checkpoints. The
-        first one wins. The dictionaries are the classes' own, because a class adds entries while it builds a model.
+        vLLM sets it for the whole model and then for each model inside it, whose class may expect other checkpoints. The first
+        one wins. The dictionaries are not copied, because a class adds entries while it builds a model.
         """
         return self._packed
 
@@ -114,7 +112,7 @@ class JetrlQuantConfig(QuantizationConfig):
         self.mapper = self.mapper or hf_to_vllm_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the quantized method for block linears and experts; in exact mode the exact BF16 one for other layers."""
+        """Return the quantized method for block linears and experts, and in exact mode the exact BF16 method for other layers."""
         self._require_patched()
         name = hf_name(prefix, self.mapper)
         if isinstance(layer, LinearBase):
@@ -129,10 +127,10 @@ class JetrlQuantConfig(QuantizationConfig):
         return None
 
     def _leaves_in_bf16(self, layer: RowParallelLinear, name: str) -> bool:
-        """Whether ``on_cut`` leaves this layer in BF16. The trainer decides by the same function."""
+        """Whether ``on_cut`` leaves this layer in BF16. The trainer uses the same rule."""
         if self.config.on_cut == "refuse" or self.config.channelwise:
             return False
-        # the row-parallel class sets its share of K before the base class asks for the method
+        # RowParallelLinear sets input_size_per_partition before its base class calls get_quant_method
         found = is_cut(name, layer.input_size, layer.input_size // layer.input_size_per_partition)
         if found:
             session.register_cut([name])
@@ -141,14 +139,14 @@ class JetrlQuantConfig(QuantizationConfig):
     def _require_patched(self) -> None:
         """Raise if the plugin was not loaded here. A pickled config arrives even if ``VLLM_PLUGINS`` excludes the plugin."""
         session.require_active("the vLLM worker", self.config)
-        if not REGISTRIES.filled:
+        if self.get_name() not in quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG:  # see ``fill``
             raise NotPatchedError(
                 f"this vLLM worker (pid {os.getpid()}) has quantization={self.get_name()!r} but not the ops for it; "
                 f"include jetrl_patch in VLLM_PLUGINS"
             )
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the linear is quantized. ``name`` ends in vLLM's own name. Raises ModelError if its fused parts differ."""
+        """Whether a linear is quantized. ``name`` ends in vLLM's name. Raises ModelError if its fused parts differ."""
         names = hf_names(name, self.packed_modules_mapping)
         out = [name for name in names if not is_quantized(name, self.config.exclude)]
         if out and len(out) != len(names):
@@ -173,7 +171,7 @@ FIRST_START = 3600
 
 
 def fill(config: Config, journal: Journal) -> None:
-    """Register the quantization and, in exact mode, linears, ops and attention. All of it through the journal."""
+    """Register the quantization and, in exact mode, linears, ops and attention, all through the journal."""
     # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
     getattr(torch.cpu, "_init_amx", lambda: None)()
     if not config.quantized_rollout:
@@ -200,38 +198,38 @@ def _wait_for_kernels(journal: Journal) -> None:
         )
 
 
+def _claim(journal: Journal, registry: Any, key: Any, value: Any, target: str, reason: str) -> None:
+    """Add an entry to a vLLM registry. Raises ConflictError if the key is taken."""
+    held = registry.get(key)
+    if held is not None:
+        fix = "disable the plugin that registered it"
+        raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix=fix))
+    journal.set_item(registry, key, value, target=target, reason=reason)
+
+
 def _quantization(name: str, journal: Journal) -> None:
+    reason = "the quantized linears"
     # register_quantization_config() appends to lists and cannot be undone, so add the same entries by hand.
-    lists = [("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS)]
-    if current_platform.supported_quantization:
-        lists.append(("current_platform.supported_quantization", current_platform.supported_quantization))
-    for where, entries in lists:
-        if name not in entries:
+    for where, entries in (
+        ("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS),
+        ("current_platform.supported_quantization", current_platform.supported_quantization),
+    ):
+        if entries and name not in entries:
             entries.append(name)
-            undo = functools.partial(entries.remove, name)
-            journal.add_undo(undo, target=f"vllm {where}", reason="the quantized linears")
-    claim(
-        journal,
-        quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
-        name,
-        JetrlQuantConfig,
-        target=f"vllm quantization {name!r}",
-        reason="the quantized linears",
-    )
-
-
-def _op(journal: Journal, name: str, replacement: type, reason: str) -> None:
-    claim(journal, custom_op.op_registry_oot, name, replacement, target=f"vllm out-of-tree op {name!r}", reason=reason)
+            journal.add_undo(functools.partial(entries.remove, name), target=f"vllm {where}", reason=reason)
+    registry = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    _claim(journal, registry, name, JetrlQuantConfig, f"vllm quantization {name!r}", reason)
 
 
 def _exact(journal: Journal) -> None:
-    from jetrl_patch.adapters.vllm.ops import OPS
-
-    for name, replacement in OPS.items():
-        _op(journal, name, replacement, "the order and rounding of Hugging Face models")
-    _op(journal, "RowParallelLinear", ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order")
-    _op(journal, "ReplicatedLinear", ExactReplicatedLinear, "routers that are built without a quantization")
-    # get_rope() caches modules; those of an earlier engine would come back with the original class.
+    rounding = "the order and rounding of Hugging Face models"
+    for name, (op, reason) in {
+        **{name: (op, rounding) for name, op in OPS.items()},
+        "RowParallelLinear": (ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order"),
+        "ReplicatedLinear": (ExactReplicatedLinear, "routers that are built without a quantization"),
+    }.items():
+        _claim(journal, custom_op.op_registry_oot, name, op, f"vllm out-of-tree op {name!r}", reason)
+    # get_rope() caches modules, so a later engine would get those of an earlier one, with the original class.
     journal.set_attr(
         rotary_embedding,
         "_ROPE_DICT",
@@ -240,25 +238,22 @@ def _exact(journal: Journal) -> None:
         reason="engines built before and after enable() must not share this cache of modules",
     )
     backends = attention_registry.AttentionBackendEnum
-    on_cpu = current_platform.is_cpu()
-    place, ours = (
-        (backends.CPU_ATTN, "attention.ExactCPUAttentionBackend")
-        if on_cpu
-        else (backends.CUSTOM, "attention.ExactCudaAttentionBackend")
-    )
-    if not on_cpu:
+    if current_platform.is_cpu():
+        place, ours = backends.CPU_ATTN, "ExactCPUAttentionBackend"
+    else:
+        place, ours = backends.CUSTOM, "ExactCudaAttentionBackend"
         for name, reason in _OFF.items():
             if name not in os.environ:
                 journal.set_item(os.environ, name, "0", target=f"os.environ[{name!r}]", reason=reason)
-    claim(
+    _claim(
         journal,
         attention_registry._ATTN_OVERRIDES,
         place,
-        f"jetrl_patch.adapters.vllm.{ours}",
-        target=f"vllm attention backend {place.name!r}",
-        reason="the trainer's attention over vLLM's paged cache",
+        f"jetrl_patch.adapters.vllm.attention.{ours}",
+        f"vllm attention backend {place.name!r}",
+        "the trainer's attention over vLLM's paged cache",
     )
-    # vLLM caches its choice of backend. A later engine in this process would get an earlier engine's.
+    # vLLM caches its choice of backend, so a later engine in this process would get that of an earlier one.
     journal.set_attr(
         selector,
         "_cached_get_attn_backend",

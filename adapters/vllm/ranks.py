@@ -22,27 +22,25 @@ from jetrl_patch.fp8.mixture import added
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-__all__ = ["ExactReplicatedLinear", "ExactRowParallelLinear", "choose_sum", "gathered", "sum_over_ranks"]
-
 
 # ---- Sums over ranks -----------------------------------------------------------------------------
 # vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. In exact mode partial sums stay
 # FP32, are added in rank order, and are rounded once. The trainer adds the same parts. There are two ways, with the same bits:
 #
 # - Every rank gathers all parts and adds them.
-# - One shot: each GPU reads the parts in its peers' memory and adds them, with vLLM's custom all-reduce. No part is stored twice.
+# - One shot: with vLLM's custom all-reduce, each GPU adds the parts as it reads them from its peers' memory, and stores none.
 #
 # vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last rank on every GPU, in FP32
-# for FP32 input. ``cross_device_reduce_2stage`` starts each rank's slice at that rank, which is another order. So one shot is
-# used only for sums for which vLLM takes the first kernel. When the engine loads, it is compared with gathering: if one bit
-# differs on one rank, all ranks gather.
+# for FP32 input. ``cross_device_reduce_2stage`` starts each rank's slice at that rank, so its order differs. One shot is used
+# only where vLLM picks the first kernel. It is compared with gathering when the engine loads: if one bit differs on one rank, all
+# ranks gather.
 #
 # vLLM chooses in ``CustomAllreduce::allreduce`` (csrc/custom_all_reduce.cuh):
 # https://github.com/vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh
 
-#: number of ranks -> bytes below which vLLM takes the one-stage kernel. Two ranks have no other kernel.
+#: number of ranks -> bytes below which vLLM picks the one-stage kernel. Two ranks have no other kernel.
 ONE_STAGE = {2: math.inf, 4: 512 << 10, 6: 256 << 10, 8: 256 << 10}
-#: the variable that fixes vLLM's kernel for all sums, and its values for the one-stage kernel
+#: the variable that forces one of vLLM's kernels, and its values for the one-stage kernel
 ALGORITHM, FIRST = "VLLM_CUSTOM_ALLREDUCE_ALGO", ("1stage", "oneshot")
 #: sizes to test, in elements, besides the largest one-shot sum: one load of a thread, and several blocks
 TRIED = (4, 5 * 1024)
@@ -52,7 +50,7 @@ _proven: CustomAllreduce | None = None
 
 
 def sum_over_ranks(partial_MN: torch.Tensor) -> torch.Tensor:
-    """The sum of every rank's FP32 ``[M, N]``, rounded once: BF16 ``[M, N]``, the same on all."""
+    """Add every rank's FP32 ``[M, N]`` and round once: BF16 ``[M, N]``, the same on all ranks."""
     comm = _proven
     if comm is not None and comm is _communicator() and _takes(comm, partial_MN):
         return _one_shot(comm, partial_MN).to(torch.bfloat16)
@@ -62,7 +60,7 @@ def sum_over_ranks(partial_MN: torch.Tensor) -> torch.Tensor:
 def choose_sum(device: torch.device) -> None:
     """Test the one-shot sum on this engine's ranks, and use it from now on if all bits equal those of gathering.
 
-    The ranks decide together, so all of them must call this. The log has the decision and its reason.
+    The ranks decide together, so all of them must call this. It logs the decision and the reason.
     """
     global _proven
     _proven, start = None, time.monotonic()
@@ -74,7 +72,7 @@ def choose_sum(device: torch.device) -> None:
     if not any(reasons):
         assert comm is not None
         limits = gathered(comm.max_size)
-        reasons = [""] * ranks if len({*limits}) == 1 else [f"the buffers of the ranks have {limits} bytes"]
+        reasons = [] if len({*limits}) == 1 else [f"the buffers of the ranks have {limits} bytes"]
     if not any(reasons):
         assert comm is not None
         reasons = gathered(_difference(comm, device))
@@ -116,7 +114,7 @@ def _unfit(comm: CustomAllreduce | None, ranks: int) -> str:
         return "vLLM's custom all-reduce is off"
     if ranks not in ONE_STAGE:
         return f"vLLM's custom all-reduce has no kernel for {ranks} ranks"
-    if getattr(comm, "mnnvl_only", False):  # from vLLM 0.27 on; its kernels then wait for peers whose memory they do not have
+    if getattr(comm, "mnnvl_only", False):  # since vLLM 0.27; its kernels then wait for peers whose memory they cannot read
         return "the ranks are on several nodes"
     if ranks > 2 and not comm.fully_connected:
         return "vLLM's custom all-reduce serves more than two GPUs only if NVLink connects them all"
@@ -126,14 +124,14 @@ def _unfit(comm: CustomAllreduce | None, ranks: int) -> str:
 
 
 def _takes(comm: CustomAllreduce, partial_MN: torch.Tensor) -> bool:
-    """Whether vLLM adds these parts with its one-stage kernel. The answer is the same on every rank."""
+    """Whether vLLM adds these parts with its one-stage kernel. All ranks agree."""
     return 0 < partial_MN.nbytes < ONE_STAGE[comm.world_size] and comm.should_custom_ar(partial_MN)
 
 
 def _one_shot(comm: CustomAllreduce, partial_MN: torch.Tensor) -> torch.Tensor:
-    """The FP32 sum. Inside a capture, vLLM records the launch; in the warm-up before it, the result has no meaningful values."""
+    """The FP32 sum. In a graph capture vLLM records the launch; in the warm-up before it, the result is meaningless."""
     total_MN = comm.custom_all_reduce(partial_MN)
-    assert total_MN is not None  # ``should_custom_ar`` has said so
+    assert total_MN is not None  # ``_takes`` has checked
     return total_MN
 
 
@@ -141,7 +139,7 @@ def _one_shot(comm: CustomAllreduce, partial_MN: torch.Tensor) -> torch.Tensor:
 def _difference(comm: CustomAllreduce, device: torch.device) -> str:
     """How one shot differs from adding the gathered parts in rank order; empty if it does not.
 
-    A rank that has found a difference goes on, because the others wait for its parts.
+    A rank that finds a difference continues, because the others wait for its parts.
     """
     found, largest = "", (int(min(ONE_STAGE[comm.world_size], comm.max_size)) - 1) // 16 * 4
     for size in (*(size for size in TRIED if size < largest), largest):
@@ -154,12 +152,12 @@ def _difference(comm: CustomAllreduce, device: torch.device) -> str:
             unequal = int((total_1N.view(torch.int32) != expected_1N.view(torch.int32)).sum())
             unequal += int((total_1N.to(torch.bfloat16).view(torch.int16) != added(parts_R1N).view(torch.int16)).sum())
             if unequal and not found:
-                found = f"{size} {what} give {unequal} other ones"
+                found = f"{size} {what}: {unequal} results differ"
     return found
 
 
 def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (description, FP32 [1, size]): values of this rank whose sum depends on its order and is never NaN."""
+    """Yield (description, FP32 [1, size]): values of this rank whose sum depends on the order and is never NaN."""
     generator = torch.Generator("cpu").manual_seed(rank)
 
     def bits(low: int, high: int) -> torch.Tensor:
@@ -175,7 +173,7 @@ def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- Linears that exact mode replaces ------------------------------------------------------------
 
 class ExactRowParallelLinear(RowParallelLinear):
-    """Replaces ``RowParallelLinear``: the sum over the ranks is rounded once. Single-rank runs are unchanged."""
+    """Replaces ``RowParallelLinear``: rounds the sum over the ranks once. Does not change single-rank runs."""
 
     def forward(self, input_: torch.Tensor | Quantized) -> Any:
         """``input_ [..., K / ranks]`` BF16 or quantized -> ``[..., N]`` BF16, the same on every rank."""
@@ -183,7 +181,7 @@ class ExactRowParallelLinear(RowParallelLinear):
         ours = isinstance(method, (QuantizedLinearMethod, ExactLinearMethod))
         if not ours or self.tp_size == 1 or not self.reduce_results:
             return super().forward(input_)
-        if isinstance(input_, Quantized):  # of this rank
+        if isinstance(input_, Quantized):  # this rank's part already
             output = sum_over_ranks(method.partial_sum(self, input_))
         else:
             if not self.input_is_parallel:
@@ -198,7 +196,7 @@ class ExactRowParallelLinear(RowParallelLinear):
 
 
 class ExactReplicatedLinear(ReplicatedLinear):
-    """Replaces ``ReplicatedLinear``: some vLLM models build routers without a quantization, and these need exact rows too."""
+    """Replaces ``ReplicatedLinear``: some vLLM models build routers without a quantization, and routers need exact rows too."""
 
     quant_method: Any
 

@@ -1,4 +1,4 @@
-"""What this adapter offers as ``jetrl_patch.registry.Rollout``; sampling with vLLM, for ``jetrl parity``."""
+"""This adapter's ``jetrl_patch.registry.Rollout``, and sampling with vLLM for ``jetrl parity``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     """Build an engine in this process, sample batches until there are enough tokens, and shut it down.
 
-    To measure the cost, the clock starts after one discarded batch, which compiles and warms caches.
+    If the cost is measured, the clock starts after one discarded batch, which compiles and warms caches.
     """
     progress.stage("loading the engine")
     if job.temperature < LEAST_TEMPERATURE:
@@ -41,15 +41,12 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     hf_config = _config(job.model)
     longest = min(job.prompt_tokens, hf_config.max_position_embeddings - job.length)
     if longest < 1:
-        raise ConfigError(
-            f"--length {job.length} leaves no room for a prompt: the model has {hf_config.max_position_embeddings} "
-            f"positions"
-        )
-    requests = -(-job.tokens // job.length)
+        positions = hf_config.max_position_embeddings
+        raise ConfigError(f"--length {job.length} leaves no room for a prompt: the model has {positions} positions")
     prompts = make_prompts(
         job.prompts,
         _tokenizer(job.model),
-        count=max(requests, job.batch),
+        count=max(-(-job.tokens // job.length), job.batch),
         vocabulary=hf_config.vocab_size,
         longest=longest,
         seed=job.seed,
@@ -77,6 +74,7 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
 def build_engine(job: Job, max_model_len: int) -> Any:
     """Build a ``vllm.LLM`` that takes and returns token ids."""
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     settings: dict[str, Any] = {
         "model": job.model,
@@ -85,13 +83,13 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch, 2),
         "tensor_parallel_size": job.tp,
-        # timed runs execute as in training: a stock engine compiles, and the plugin turns compilation off where a mode needs it
+        # timed runs execute as in training: a stock engine compiles, and the plugin turns compilation off if a mode needs that
         "enforce_eager": job.stock is None and not job.cost,
         "seed": job.seed,
-        # log-probs of the distribution that was sampled; the trainer uses the same temperature
+        # log-probs after temperature, which the trainer applies too
         "logprobs_mode": "processed_logprobs",
     }
-    settings |= {"kv_cache_memory_bytes": 1 << 29} if _on_cpu() else {"gpu_memory_utilization": SHARE}
+    settings |= {"kv_cache_memory_bytes": 1 << 29} if current_platform.is_cpu() else {"gpu_memory_utilization": SHARE}
     stock = STOCK[job.stock].engine if job.stock else ()
     if not stock and expert_sizes(_config(job.model)) is not None and routes_error() is None:
         settings["enable_return_routed_experts"] = True
@@ -101,7 +99,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
 
 
 def execution(engine: Any) -> str:
-    """How an engine runs its model: "compiled", "graphs" (replayed CUDA graphs without a compiler) or "eager"."""
+    """How an engine runs its model: "compiled", "graphs" (CUDA graphs without a compiler) or "eager"."""
     chosen = engine.llm_engine.vllm_config.compilation_config
     if chosen.mode:
         return "compiled"
@@ -147,12 +145,6 @@ def _tokenizer(model: str) -> Any:
         return None  # transformers would create an empty one
     try:
         tokenizer = get_tokenizer(model)
-    except Exception:  # each tokenizer library raises its own errors; without a tokenizer, prompts are random
+    except Exception:  # each tokenizer library raises its own errors. Without a tokenizer, prompts are random
         return None
     return lambda text: list(tokenizer.encode(text))
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())

@@ -1,35 +1,25 @@
-"""A fused, tensor-parallel vLLM linear as parts of Hugging Face weights; the plugin's entries in vLLM's registries."""
+"""Names and parts of Hugging Face weights in vLLM's modules, which fuse them and split them over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE
-from jetrl_patch.registry import Journal
 
 if TYPE_CHECKING:
     import torch
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.models.utils import WeightsMapper
 
-__all__ = ["REGISTRIES", "Registries", "Shard", "claim", "hf_name", "hf_names", "shards_of", "vllm_names"]
-
 
 # ---- Module names in vLLM and in transformers. A sync uses transformers' names -------------------
 # Text models have the same names in both. In a vision-language model vLLM has ``language_model.model.layers.0`` where
-# transformers has ``model.language_model.layers.0``. vLLM's classes hold this map for loading checkpoints
-# (``hf_to_vllm_mapper``), and vLLM passes it to a quantization before it builds a layer
-# (``QuantizationConfig.apply_vllm_mapper``).
+# transformers has ``model.language_model.layers.0``. vLLM's model classes map the names for loading checkpoints
+# (``hf_to_vllm_mapper``), and vLLM passes this map to a quantization before it builds a layer (``apply_vllm_mapper``).
 #
-# If transformers renames parts of a block as it loads a checkpoint, vLLM keeps the checkpoint's names. The family's record has
-# both (``stored``).
-
-#: prefix of every block's module in transformers' models, and in vLLM's where the names are the same
-_SAME = "model."
-
+# If transformers renames parts of a block as it loads a checkpoint, vLLM keeps the checkpoint's names: see ``Family.stored``.
 
 def hf_name(name: str, mapper: WeightsMapper | None) -> str:
     """Return transformers' name for vLLM's module ``name``: the first prefix that the map turns back into ``name``.
@@ -39,7 +29,7 @@ def hf_name(name: str, mapper: WeightsMapper | None) -> str:
     for family in FAMILIES.values():
         if family.stored.get("mlp") in name.split("."):
             return family.from_stored(name)
-    if mapper is None or name.startswith(_SAME):
+    if mapper is None or name.startswith("model."):  # the same in both
         return name
     for theirs, ours in dict(mapper.orig_to_new_prefix).items():
         if ours is not None and name.startswith(ours):
@@ -49,10 +39,8 @@ def hf_name(name: str, mapper: WeightsMapper | None) -> str:
     return name
 
 
-def vllm_names(
-    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rename weights from transformers' names to those that the vLLM model's ``load_weights`` knows."""
+def vllm_names(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rename weights from transformers' names to those that ``model.load_weights`` knows."""
     kind = type(model).__name__
     family = next((family for family in FAMILIES.values() if family.causal_lm == kind), LLAMA_LIKE)
     for name, weight in weights:
@@ -74,8 +62,8 @@ class Shard:
 
     Attributes:
         name: Hugging Face module name, such as ``model.layers.0.self_attn.q_proj``.
-        shard_id: what vLLM's loader calls it: ``"q"``, ``0``, ``(0, 1, 2)`` for a weight that fills three of several parts, or
-            None if nothing is fused.
+        shard_id: vLLM's name for it in a loader: ``"q"``, ``0``, ``(0, 1, 2)`` for a weight that fills three parts of a layer
+            with more, or None if nothing is fused.
         rows: N of the whole Hugging Face weight.
         row0, row1: rows of the whole weight that this rank holds.
         col0, col1: columns of the whole weight that this rank holds.
@@ -101,30 +89,21 @@ def hf_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
 
 def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     """Return the rectangles that make up this rank's parameter of ``layer``; ``names`` is from ``hf_names``."""
-    from vllm.model_executor.layers.linear import (
-        ColumnParallelLinear,
-        MergedColumnParallelLinear,
-        QKVParallelLinear,
-        RowParallelLinear,
-    )
+    from vllm.model_executor.layers import linear
 
     rank, k = layer.tp_rank, layer.input_size
-    if isinstance(layer, RowParallelLinear):
+    #: of each fused part: its id, N of the whole weight, N of this rank, and which of the ranges of that size this rank holds
+    sizes: list[tuple[str | int | None, int, int, int]]
+    if isinstance(layer, linear.RowParallelLinear):
         width = layer.input_size_per_partition
         return [Shard(names[0], None, layer.output_size, 0, layer.output_size, rank * width, (rank + 1) * width, 0)]
-    if isinstance(layer, QKVParallelLinear):
-        kv_rank = rank // layer.num_kv_head_replicas
-        kv_rows = layer.total_num_kv_heads * layer.head_size
-        kv_local = layer.num_kv_heads * layer.head_size
-        q_local = layer.num_heads * layer.head_size
-        sizes: list[tuple[str | int | None, int, int, int]] = [
-            ("q", layer.total_num_heads * layer.head_size, q_local, rank),
-            ("k", kv_rows, kv_local, kv_rank),
-            ("v", kv_rows, kv_local, kv_rank),
-        ]
-    elif isinstance(layer, MergedColumnParallelLinear):
+    if isinstance(layer, linear.QKVParallelLinear):
+        size = layer.head_size
+        kv = (layer.total_num_kv_heads * size, layer.num_kv_heads * size, rank // layer.num_kv_head_replicas)
+        sizes = [("q", layer.total_num_heads * size, layer.num_heads * size, rank), ("k", *kv), ("v", *kv)]
+    elif isinstance(layer, linear.MergedColumnParallelLinear):
         sizes = [(i, n, n // layer.tp_size, rank) for i, n in enumerate(layer.output_sizes)]
-    elif isinstance(layer, ColumnParallelLinear):
+    elif isinstance(layer, linear.ColumnParallelLinear):
         sizes = [(None, layer.output_size, layer.output_size_per_partition, rank)]
     else:
         sizes = [(None, layer.output_size, layer.output_size, 0)]
@@ -133,7 +112,7 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     for name in names:
         count = len(sizes) if len(names) == 1 else _PARTS.get(name.rpartition(".")[2], 1)
         parts = sizes[at : at + count]
-        whole = tuple(range(at, at + count)) if 1 < count < len(sizes) else None  # vLLM's loader fills them in one call
+        whole = tuple(range(at, at + count)) if 1 < count < len(sizes) else None  # vLLM's loader takes all of them in one call
         rows, base = sum(size for _, size, _, _ in parts), 0
         for shard_id, size, local, part in parts:
             row0 = base + part * local
@@ -143,24 +122,3 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     if at != len(sizes):
         raise ValueError(f"{', '.join(names)} fill {at} of the {len(sizes)} parts of {layer.prefix}")
     return found
-
-
-# ---- The plugin's entries in vLLM's registries ---------------------------------------------------
-
-@dataclass
-class Registries:
-    """State of this process. ``filled``: the session's quantization, ops and attention are registered."""
-
-    filled: bool = False
-
-
-REGISTRIES = Registries()
-
-
-def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str, reason: str) -> None:
-    """Add an entry to a vLLM registry. Raises ConflictError if the key is taken."""
-    held = registry.get(key)
-    if held is not None:
-        fix = "disable the plugin that registered it"
-        raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix=fix))
-    journal.set_item(registry, key, value, target=target, reason=reason)

@@ -1,4 +1,4 @@
-"""What a vLLM worker gets once its model is loaded: the rest of exact mode, tried ops, compiled kernels, a weight receiver."""
+"""Set up a vLLM worker whose model is loaded: finish exact mode, test its ops, compile kernels, attach a weight receiver."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 
 from jetrl_patch import session
-from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, check_eager, expert_modules, finish
+from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules, finish
 from jetrl_patch.adapters.vllm.fixes import keep_live_experts
 from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
 from jetrl_patch.adapters.vllm.graphs import mark_settings, run_eagerly
@@ -39,16 +38,11 @@ from jetrl_patch.sync.receive import Receiver
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "attach", "finish_model", "finish_routing", "finish_transformers", "jetrl_report", "rank_sizes", "require_attention",
-    "try_ops", "warm_up",
-]  # fmt: skip
 
-
-# ---- Make exact what vLLM's registries do not reach: its transformers backend --------------------
-# In transformers' model vLLM replaces linears, norms, MLPs and attention with its own. The table of out-of-tree ops makes most of
-# them exact. Two are left after loading: the rotary embedding, which is still transformers' module and gets the trainer's swap,
-# and the norms, whose subclass is not in the table.
+# ---- Make exact what vLLM's registries do not reach ----------------------------------------------
+# vLLM's transformers backend replaces the linears, norms, MLPs and attention of transformers' model with vLLM's own. The table of
+# out-of-tree ops makes most of them exact. Two remain: the rotary embedding, which is still transformers' module and gets the
+# trainer's swap, and the norms, whose subclass is not in the table.
 
 def finish_transformers(model: nn.Module, family: Family) -> None:
     """Swap the remaining modules of a loaded model, in place.
@@ -63,39 +57,20 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
         elif isinstance(module, RMSNorm) and not isinstance(module, ExactRMSNorm):
             swap(module, ExactRMSNorm)
         elif kind == family.norm or isinstance(module, nn.Linear) or hasattr(module, "gate_proj"):
-            raise ModelError(
-                explain(
-                    f"align='exact' of {name} in vLLM's transformers backend",
-                    required="vLLM's own linears, norms and gated MLPs, which it puts into transformers' model",
-                    found=f"transformers' {kind}",
-                    fix="use align='linear'",
-                )
-            )
-
-
-# ---- The same, for routing by a sigmoid ----------------------------------------------------------
-# vLLM builds these routers as torch linears in FP32. It rounds the sum over the routed experts to BF16 and then multiplies it by
-# the model's factor. The trainer multiplies the routing weights in FP32, so that the sum is rounded once. So the factor moves
-# from vLLM's runner to the experts method.
-
-def finish_routing(model: nn.Module) -> None:
-    """Swap the routers of a loaded model and move its factors, in place. A second call changes nothing."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            swap(module, ExactScores)
-        elif isinstance(module, MoERunner):
-            method = module.routed_experts.quant_method
-            assert isinstance(method, QuantizedExpertsMethod)
-            method.scale, module.routed_scaling_factor = method.scale * module.routed_scaling_factor, 1.0
+            what, fix = f"align='exact' of {name} in vLLM's transformers backend", "use align='linear'"
+            required = "vLLM's own linears, norms and gated MLPs, which it puts into transformers' model"
+            raise ModelError(explain(what, required=required, found=f"transformers' {kind}", fix=fix))
 
 
 def finish_model(worker: Any) -> None:
-    """Make these modules of a loaded worker exact. Raises ModelError if one has no exact counterpart."""
-    family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
+    """Swap these modules of a loaded worker. Raises ModelError if one has no exact counterpart."""
+    family, model = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type], worker.model_runner.get_model()
     if family.rollout == "transformers":
-        finish_transformers(worker.model_runner.get_model(), family)
-    elif family.chooser:
-        finish_routing(worker.model_runner.get_model())
+        finish_transformers(model, family)
+    elif family.chooser:  # routers by a sigmoid, which vLLM builds as torch linears in FP32
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                swap(module, ExactScores)
 
 
 # ---- Test the exact ops of a loaded model before it serves ---------------------------------------
@@ -115,21 +90,12 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
 
 def require_attention(worker: Any) -> None:
     """Raise ModelError if a layer of a loaded worker does not have the trainer's attention."""
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    others = {
-        type(impl).__name__
-        for layer in layers.values()
-        if (impl := getattr(layer, "impl", None)) is not None and not getattr(impl, "jetrl_exact", False)
-    }
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    impls = [impl for layer in layers if (impl := getattr(layer, "impl", None)) is not None]
+    others = sorted({type(impl).__name__ for impl in impls if not getattr(impl, "jetrl_exact", False)})
     if others:
-        raise ModelError(
-            explain(
-                "align='exact' in a vLLM worker",
-                required="the attention that the trainer computes",
-                found=", ".join(sorted(others)),
-                fix="leave the attention backend unset, or use align='linear'",
-            )
-        )
+        required, fix = "the attention that the trainer computes", "leave the attention backend unset, or use align='linear'"
+        raise ModelError(explain("align='exact' in a vLLM worker", required=required, found=", ".join(others), fix=fix))
 
 
 def try_ops(worker: Any, config: Config) -> None:
@@ -148,13 +114,13 @@ def try_ops(worker: Any, config: Config) -> None:
 
 
 # ---- Compile the FP8 kernels of a loaded model before it serves ----------------------------------
-# DeepGEMM compiles a kernel for each [N, K] and each tile, which depends on the number of rows. nvcc takes seconds for one:
-# without a warm-up, in the middle of serving. vLLM's own warm-up (``vllm.model_executor.warmup``) only finds its own kernel
-# classes. This one runs before vLLM measures its memory, and frees what it allocates.
+# DeepGEMM compiles a kernel for each [N, K] and each tile, which depends on the number of rows. That takes seconds per kernel,
+# and would happen while the engine serves. vLLM's own warm-up (``vllm.model_executor.warmup``) finds only its own kernel classes.
+# This one runs before vLLM measures its memory, and frees what it allocates.
 
 @torch.inference_mode()
 def warm_up(model: torch.nn.Module, most: int) -> int:
-    """Multiply by one weight of each shape, for batches up to ``most`` rows. Logs its progress.
+    """Multiply by one weight of each shape, for batches up to ``most`` rows, and log the progress.
 
     Returns:
         Number of products; 0 if the backend compiles nothing.
@@ -181,7 +147,7 @@ def warm_up(model: torch.nn.Module, most: int) -> int:
 
 
 # ---- The weight receiver and the report ----------------------------------------------------------
-# Both are attributes of vLLM's worker: the frameworks' worker extensions and ``collective_rpc`` reach a worker by names alone.
+# Both are attributes of vLLM's worker, because worker extensions and ``collective_rpc`` call workers by name.
 # ``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker.
 
 def attach(worker: Any, config: Config) -> None:
@@ -193,65 +159,63 @@ def attach(worker: Any, config: Config) -> None:
             attention is not the trainer's or an op is not exact on this device.
         ConflictError: as ``graphs.mark_settings``.
     """
-    model = worker.model_runner.get_model()
-    installer = VllmInstaller(model)
+    model, installer = worker.model_runner.get_model(), VllmInstaller(worker.model_runner.get_model())
     layers = installer.quantized_layers()
-    if config.quantized_rollout and not layers:
-        raise NotPatchedError(
-            f"precision={config.precision!r} quantizes the rollout's linears, but this vLLM worker (pid {os.getpid()}) has "
-            f"none: no patched process built its engine with EngineArgs.create_engine_config; "
-            f"call jetrl_patch.enable() before the engine is built"
-        )
+    backend = attention = ""
     if config.quantized_rollout:
-        check_layers(model)
-        try:
-            check_eager(model, worker.vllm_config.model_config.enforce_eager)
-        except ModelError as error:
-            if not (config.exact and config.decode_graphs == "auto"):
-                raise
-            run_eagerly(worker, str(error))
-        finish(model)
-        follow_norms(model, worker.vllm_config.model_config.hf_text_config)
+        if not layers:
+            raise NotPatchedError(
+                f"precision={config.precision!r} quantizes the rollout's linears, but this vLLM worker (pid {os.getpid()}) has "
+                f"none: no patched process built its engine with EngineArgs.create_engine_config; "
+                f"call jetrl_patch.enable() before the engine is built"
+            )
+        _finish_quantized(worker, model, config)
+        own = config.format.own_product if config.format is not None else ""
+        backend = own or choose_backend(config.backend, worker.device.type)
+        attention = chosen_attention(worker.device.type) if config.exact else ""
+        session.register_backend(backend, attention)
+        mark_settings(worker.vllm_config, config, backend, attention)
+        if not worker.vllm_config.model_config.enforce_eager:
+            installer.stay_in_place()
     else:
         keep_live_experts(model)
-    if config.exact:
-        finish_model(worker)
-        require_attention(worker)
-    if config.quantized_rollout and not worker.vllm_config.model_config.using_transformers_backend():
-        fuse(model, family_of(worker.vllm_config.model_config.hf_config) or LLAMA_LIKE)
-    if config.exact:
-        try_ops(worker, config)
-    if config.quantized_rollout:
-        warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
     session.register_layers(layers)
-    backend = _backend(config, worker) if config.quantized_rollout else ""
-    attention = chosen_attention(worker.device.type) if config.exact else ""
-    if backend:
-        session.register_backend(backend, attention)
-    if config.quantized_rollout:
-        mark_settings(worker.vllm_config, config, backend, attention)
-    if config.quantized_rollout and not worker.vllm_config.model_config.enforce_eager:
-        installer.stay_in_place()
     base = Received() if config.sync == "delta" else None
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
     worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), gathered, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
-def _backend(config: Config, worker: Any) -> str:
-    if config.format is not None and config.format.own_product:
-        return config.format.own_product
-    return choose_backend(config.backend, worker.device.type)
+def _finish_quantized(worker: Any, model: nn.Module, config: Config) -> None:
+    """Check and finish a quantized model, and compile its kernels."""
+    check_layers(model)
+    settings = worker.vllm_config.model_config
+    try:
+        check_eager(model, settings.enforce_eager)
+    except ModelError as error:
+        if not (config.exact and config.decode_graphs == "auto"):
+            raise
+        run_eagerly(worker, str(error))
+    finish(model)
+    follow_norms(model, settings.hf_text_config)
+    if config.exact:
+        finish_model(worker)
+        require_attention(worker)
+    if not settings.using_transformers_backend():
+        fuse(model, family_of(settings.hf_config) or LLAMA_LIKE)
+    if config.exact:
+        try_ops(worker, config)
+    warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
     """Report the state of this worker in plain types: ``llm.collective_rpc("jetrl_report")``.
 
     Returns:
-        ``pid``, ``tp_rank``, ``config`` (the ``JETRL_*`` variables), ``layers`` (Hugging Face names of the FP8
-        modules), ``guarded`` (those the precision guard moved to BF16), ``digests`` (``[tensor, row0, row1,
-        col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend``, ``attention``,
-        ``state`` of the weights and ``held``, the identity of the last sync where the next may send changes only.
+        ``pid``, ``tp_rank``, ``config`` (the ``JETRL_*`` variables), ``layers`` (Hugging Face names of the FP8 modules),
+        ``guarded`` (those the precision guard moved to BF16), ``digests`` (``[tensor, row0, row1, col0, col1, digest]`` of each
+        piece held here), ``patches`` (``[target, state]``), ``backend``, ``attention``, ``state`` of the weights, and ``held``:
+        the identity of the last sync, if the next one may send only changes.
     """
     receiver = worker.jetrl_receiver
     status = session.status()

@@ -26,18 +26,19 @@ def test_nothing_happens_unless_opted_in() -> None:
 
 
 def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
     from jetrl_patch.adapters.vllm.entry import register
-    from jetrl_patch.adapters.vllm.shards import REGISTRIES
 
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
     register()
     assert session.is_active()
-    assert REGISTRIES.filled
+    assert "jetrl_fp8" in QUANTIZATION_METHODS
     records = len(session.status().patches)
     register()
     assert len(session.status().patches) == records
     session.disable()
-    assert not REGISTRIES.filled
+    assert "jetrl_fp8" not in QUANTIZATION_METHODS
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -160,15 +160,15 @@ def every_expert_of_vllm_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("align", ["exact", "linear"])
 def test_vllms_own_experts_are_never_run(monkeypatch: pytest.MonkeyPatch, align: str, excluded: bool) -> None:
     """They depend on the batch on an H100, without a warning (vllm#57016)."""
+    from vllm.model_executor.layers import quantization
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
-    from jetrl_patch.adapters.vllm.shards import REGISTRIES
 
     jetrl_patch.disable()
     jetrl_patch.enable(align=align, exclude=("experts",) if excluded else ())
-    monkeypatch.setattr(REGISTRIES, "filled", True)
+    monkeypatch.setitem(quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG, "jetrl_fp8", JetrlQuantConfig)  # as ``fill`` does
     every_expert_of_vllm_raises(monkeypatch)
     layer = empty_layer()
     layer.__class__ = RoutedExperts  # as vLLM asks the quantization for the method of each

@@ -36,7 +36,7 @@ def linear(N: int, K: int, layout: Layout | None, backend: Any = None) -> tuple[
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(N))
     layer.weight, blocks = quantize.quantize_weight(weight, "pow2")
     layer.weight_scale_inv = quantize.expand_weight_scale(blocks, N)
-    method.format.hold_blocks(layer, layout)
+    method.format.prepare(layer, layout)
     return layer, method
 
 
@@ -76,7 +76,7 @@ def test_block_scales_follow_the_weight(library: DeepGemm) -> None:
     load = method._scale_loader(layer, lambda param, loaded, *shard: param.copy_(loaded))
     load(layer.weight_scale_inv, torch.tensor([[0.5], [2.0]]))
     assert getattr(layer, BLOCKS) is held and held.flatten().tolist() == [0.5, 2.0]
-    method.format.hold_blocks(layer, WHOLE)  # a second load
+    method.format.prepare(layer, WHOLE)  # a second load
     assert getattr(layer, BLOCKS) is held
 
 
@@ -87,7 +87,7 @@ def test_products_copy_no_scales_of_the_weight(library: DeepGemm, N: int) -> Non
     layer.weight_scale_inv = torch.nn.Parameter(layer.weight_scale_inv)
     scale, values = layer.weight_scale_inv, layer.weight_scale_inv.data.clone()
     for _ in range(2):  # a second load
-        method.format.lay_out(layer)
+        method.format.prepare(layer)
     pitch = -(-N // 4) * 4
     assert layer.weight_scale_inv is scale and scale.stride() == (1, pitch) and torch.equal(scale.data, values)
     assert deep_gemm.pitched(scale.data).data_ptr() == scale.data_ptr()
@@ -98,7 +98,6 @@ def test_products_copy_no_scales_of_the_weight(library: DeepGemm, N: int) -> Non
     scale.data.narrow(0, 8, 16).copy_(torch.full((16, 1), 4.0))  # as vLLM's loaders write
     assert (layer.weight_scale_inv[8:24] == 4.0).all() and torch.equal(layer.weight_scale_inv[24:], values[24:])
     layer, method = linear(256, 128, WHOLE, get_backend("torch"))
-    method.format.lay_out(layer)
     assert layer.weight_scale_inv.is_contiguous()
 
 
