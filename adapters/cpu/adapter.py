@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -28,7 +29,7 @@ _PLATFORM_BY_VERL = "verl registers a platform named cpu in PlatformRegistry (ve
 
 
 class CpuAdapter(Adapter):
-    """Registers the platform with verl and applies the patches of ``verl`` and ``openrlhf``."""
+    """Registers a platform with verl, and applies the patches that verl and OpenRLHF need."""
 
     name: ClassVar[str] = "cpu"
 
@@ -36,14 +37,8 @@ class CpuAdapter(Adapter):
         """Return the patches for the installed frameworks."""
         if not cpu.is_cpu_run(config):
             return ()
-        found: list[Patch] = [verl.VERSION]
-        if is_installed("torch"):
-            found += verl.FOR_TORCH
-        if is_installed("verl"):
-            found += verl.FOR_VERL
-        if is_installed("openrlhf"):
-            found += openrlhf.FOR_OPENRLHF
-        return found
+        parts = {"torch": verl.FOR_TORCH, "verl": verl.FOR_VERL, "openrlhf": openrlhf.FOR_OPENRLHF}
+        return (verl.VERSION, *(patch for name, patches in parts.items() if is_installed(name) for patch in patches))
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Return the registrations of verl's platform and checkpoint engine, and the hook on OpenRLHF's ``torch.cuda`` calls."""
@@ -55,7 +50,7 @@ class CpuAdapter(Adapter):
                 OnImport(
                     "verl.checkpoint_engine",
                     "gloo checkpoint engine",
-                    lambda module, journal: _register_engine(module, journal, config),
+                    functools.partial(_register_engine, timeout=config.sync_timeout),
                     reason="verl sends weights to separate rollout processes by its NCCL checkpoint engine, which needs a GPU",
                     remove_when=_ENGINE_BY_VERL,
                     upstream=verl.NO_CPU,
@@ -74,7 +69,7 @@ class CpuAdapter(Adapter):
         return found
 
     def services(self) -> Services:
-        """Offer the CPU run detection."""
+        """Offer the detection of CPU runs."""
         return Services(platform=cpu)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
@@ -83,7 +78,7 @@ class CpuAdapter(Adapter):
             return
         chosen = os.environ.get("VERL_PLATFORM", "cpu")
         if chosen.strip().lower() != "cpu":
-            required, fix = "cpu (JETRL_PLATFORM)", "unset one of the two"
+            required, fix = "cpu (JETRL_PLATFORM)", "unset VERL_PLATFORM or JETRL_PLATFORM"
             raise ConflictError(explain("VERL_PLATFORM", required=required, found=repr(chosen), fix=fix))
         environment = dict(ENVIRONMENT)
         if is_installed("openrlhf"):
@@ -102,20 +97,19 @@ class CpuAdapter(Adapter):
             )
 
 
-def _register_engine(package: ModuleType, journal: Journal, config: Config) -> None:
+def _register_engine(package: ModuleType, journal: Journal, timeout: float) -> None:
     from jetrl_patch.adapters.cpu.platform import make_engine
 
     registry = package.base.CheckpointEngineRegistry._registry
-    if "nccl" in registry:
-        return
-    journal.set_item(
-        registry,
-        "nccl",
-        make_engine(package.base, lambda: config.sync_timeout),
-        target="verl.checkpoint_engine.CheckpointEngineRegistry['nccl']",
-        reason="verl's NCCL checkpoint engine needs a GPU",
-        remove_when=_ENGINE_BY_VERL,
-    )
+    if "nccl" not in registry:
+        journal.set_item(
+            registry,
+            "nccl",
+            make_engine(package.base, timeout),
+            target="verl.checkpoint_engine.CheckpointEngineRegistry['nccl']",
+            reason="verl's NCCL checkpoint engine needs a GPU",
+            remove_when=_ENGINE_BY_VERL,
+        )
 
 
 def _register(manager: ModuleType, journal: Journal) -> None:
@@ -135,13 +129,13 @@ def _register(manager: ModuleType, journal: Journal) -> None:
         reason="verl has no CPU platform",
         remove_when=_PLATFORM_BY_VERL,
     )
-    if chosen:  # enabled after verl was imported, which then fell back to a platform without a device
+    if chosen:  # verl was imported before enable() and fell back to a platform whose device is missing
         journal.set_attr(
             manager,
             "_current_platform",
             manager.PlatformRegistry._platforms["cpu"](),
             target="verl.plugin.platform.platform_manager._current_platform",
-            reason=f"verl fell back to {current.device_name!r}, which this machine does not have",
+            reason=f"verl fell back to {current.device_name!r}, which this machine lacks",
             remove_when=_PLATFORM_BY_VERL,
         )
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
+import operator
 import os
 import sys
-import types
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.adapters.cpu import A_CPU_RUN, LOGICAL_GPUS, CpuPatch
+from jetrl_patch.adapters.cpu import LOGICAL_GPUS, CpuPatch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Journal, OnImport
-
-__all__ = ["ENVIRONMENT", "FOR_OPENRLHF", "HOOKS", "stand_in"]
-
 
 # ---- A substitute for ``flash_attn``, which OpenRLHF imports unconditionally ----------------------
 # It is in ``sys.modules`` only while ``openrlhf.models.ring_attn_utils`` is imported, so neither transformers nor vLLM mistakes
 # it for flash attention.
 
 _IMPORTER = "openrlhf.models.ring_attn_utils"
-_MODULES = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
 
 
 def stand_in(journal: Journal) -> None:
@@ -46,9 +42,7 @@ class _Finder(MetaPathFinder):
     def __init__(self) -> None:
         self._busy = False
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _IMPORTER or self._busy:
             return None
         self._busy = True
@@ -61,20 +55,28 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def _with_stand_in(execute: Any) -> Any:
-    def exec_module(module: types.ModuleType) -> None:
-        made = {name: types.ModuleType(name) for name in _MODULES}
-        for stub in made.values():
-            stub.__path__ = []
-        vars(made["flash_attn.bert_padding"]).update(
-            rearrange=_rearrange, index_first_axis=_index_first_axis, unpad_input=_unpad_input, pad_input=_pad_input
-        )
-        vars(made["flash_attn.utils.distributed"]).update(all_gather=_all_gather)
-        sys.modules.update(made)
+def _with_stand_in(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    padding = {
+        "rearrange": _rearrange,
+        "index_first_axis": operator.getitem,
+        "unpad_input": _unpad_input,
+        "pad_input": _pad_input,
+    }
+    functions: dict[str, dict[str, Any]] = {
+        "flash_attn": {},
+        "flash_attn.bert_padding": padding,
+        "flash_attn.utils": {},
+        "flash_attn.utils.distributed": {"all_gather": _all_gather},
+    }
+
+    def exec_module(module: ModuleType) -> None:
+        for name, found in functions.items():
+            sys.modules[name] = stub = ModuleType(name)
+            vars(stub).update(found, __path__=[])
         try:
             execute(module)
         finally:
-            for name in made:
+            for name in functions:
                 sys.modules.pop(name, None)
 
     return exec_module
@@ -84,10 +86,6 @@ def _rearrange(x: Any, pattern: str, **sizes: Any) -> Any:
     import einops
 
     return einops.rearrange(x, pattern, **sizes)
-
-
-def _index_first_axis(x: Any, indices: Any) -> Any:
-    return x[indices]
 
 
 def _unpad_input(x: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:
@@ -112,12 +110,12 @@ def _all_gather(x: Any, group: Any) -> Any:
 
 # ---- Patches for OpenRLHF 0.11.2 and DeepSpeed on a CPU ------------------------------------------
 
-#: logical CPUs of a Ray cluster that OpenRLHF starts
-LOGICAL_CPUS = 32
+#: a Ray cluster that OpenRLHF starts; the CPUs are logical too
+_CLUSTER = {"num_gpus": LOGICAL_GPUS, "num_cpus": 32, "include_dashboard": False, "object_store_memory": 200_000_000}
 
 
 def _nothing() -> Callable[..., Any]:
-    """Return a new function each time, because torch._dynamo identifies the functions of torch.cuda by identity."""
+    """Return a new function each time, because torch._dynamo tells the functions of torch.cuda apart by identity."""
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
@@ -157,15 +155,17 @@ def _mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_device_mesh
 
 
-def _optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_train_ds_config(*args: Any, **kwargs: Any) -> Any:
+def _ds_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_ds_config(*args: Any, **kwargs: Any) -> Any:
         config = original(*args, **kwargs)
         if config.get("optimizer", {}).get("type") == "AdamW":
             config["optimizer"]["params"]["torch_adam"] = True
-        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+        for part in ("offload_optimizer", "offload_param"):
+            if "pin_memory" in config["zero_optimization"].get(part, {}):
+                config["zero_optimization"][part]["pin_memory"] = False
         return config
 
-    return get_train_ds_config
+    return get_ds_config
 
 
 def _moving_average(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,17 +175,8 @@ def _moving_average(original: Callable[..., Any]) -> Callable[..., Any]:
     return moving_average
 
 
-def _eval_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_eval_ds_config(*args: Any, **kwargs: Any) -> Any:
-        config = original(*args, **kwargs)
-        config["zero_optimization"]["offload_param"]["pin_memory"] = False
-        return config
-
-    return get_eval_ds_config
-
-
 class GlooGroup:
-    """The weight sync group of trainer and vLLM workers, with the one PyNccl call that OpenRLHF makes."""
+    """The weight sync group of trainer and vLLM workers, with PyNccl's ``broadcast``, which OpenRLHF calls."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
@@ -194,7 +185,7 @@ class GlooGroup:
         self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
-        """Fill ``tensor`` from rank ``src``. Blocks."""
+        """Fill ``tensor`` from rank ``src``, and wait."""
         import torch
 
         options = torch.distributed.BroadcastOptions()
@@ -256,15 +247,7 @@ def _ray_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(address: str | None = None, *args: Any, **kwargs: Any) -> Any:
         own = address in (None, "local") and not os.environ.get("RAY_ADDRESS")
         if own and "openrlhf" in sys.modules:
-            defaults = {
-                "num_gpus": LOGICAL_GPUS,
-                "num_cpus": LOGICAL_CPUS,
-                "include_dashboard": False,
-                "object_store_memory": 200_000_000,
-            }
-            for name, value in defaults.items():
-                if kwargs.get(name) is None:
-                    kwargs[name] = value
+            kwargs |= {name: value for name, value in _CLUSTER.items() if kwargs.get(name) is None}
         return original(address, *args, **kwargs)
 
     return init
@@ -279,17 +262,11 @@ HOOKS = (
         upstream=NO_REPORT,
         remove_when="OpenRLHF calls torch.accelerator instead of torch.cuda",
         fixes="openrlhf",
-        needed_by=A_CPU_RUN,
+        needed_by="a run on a CPU",
     ),
 )
 
 _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
-#: DeepSpeed's calls that gather ZeRO-3 weights, one per weight
-_GATHERS = ("all_gather", "all_gather_into_tensor")
-_ASYNC = (
-    "DeepSpeed waits only for the last of several asynchronous gathers, but gloo does not finish them in order, so with two "
-    "ZeRO-3 ranks it reads weights before they have arrived"
-)
 
 FOR_OPENRLHF = (
     CpuPatch(
@@ -298,14 +275,14 @@ FOR_OPENRLHF = (
         remove_when="OpenRLHF's DeepspeedStrategy passes the current device type to init_device_mesh",
     ),
     CpuPatch(
-        _STRATEGY, "get_train_ds_config", _optimizer, fixes="openrlhf",
+        _STRATEGY, "get_train_ds_config", _ds_config, fixes="openrlhf",
         reason="OpenRLHF picks DeepSpeed's FusedAdam, which needs a compiler on a CPU, and pinned memory, which needs an "
         "accelerator",
         remove_when="OpenRLHF's get_train_ds_config sets torch_adam and no pin_memory without an accelerator, or DeepSpeed "
         "falls back to both itself",
     ),
     CpuPatch(
-        _STRATEGY, "get_eval_ds_config", _eval_config, fixes="openrlhf",
+        _STRATEGY, "get_eval_ds_config", _ds_config, fixes="openrlhf",
         reason="OpenRLHF asks DeepSpeed to pin memory, which fails without an accelerator",
         remove_when="OpenRLHF's get_eval_ds_config sets pin_memory only with an accelerator, or DeepSpeed ignores it without "
         "one",
@@ -339,11 +316,12 @@ FOR_OPENRLHF = (
     *(
         CpuPatch(
             "deepspeed.comm.torch", f"TorchBackend.{name}", _wait, fixes="deepspeed",
-            reason=_ASYNC,
+            reason="DeepSpeed waits only for the last of several asynchronous gathers, but gloo does not finish them in order, "
+            "so with two ZeRO-3 ranks it reads weights before they have arrived",
             upstream="https://github.com/deepspeedai/DeepSpeed/pull/8539",
             remove_when="the oldest supported DeepSpeed contains DeepSpeed#8539",
         )
-        for name in _GATHERS
+        for name in ("all_gather", "all_gather_into_tensor")  # they gather ZeRO-3 weights, one per weight
     ),
     CpuPatch(
         "vllm.engine.arg_utils", "EngineArgs.create_engine_config", _executor, fixes="openrlhf",

