@@ -1,4 +1,4 @@
-"""The transformers adapter: attention and experts through transformers' own registries, and the search for packed rows."""
+"""The transformers adapter: entries in transformers' registries of attention and experts, and one patch for packed rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Serv
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
 
 def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``masking_utils.find_packed_sequence_indices``, which waits for the device to learn whether there is one sequence.
+    """Wrap ``masking_utils.find_packed_sequence_indices``, which waits for the device to see whether there is one sequence.
 
-    If the framework has said how many sequences there are at most, this returns the numbers without asking, as in a traced graph.
-    For a single sequence they are all equal, which masks nothing. Exact attention does not read them.
+    If the framework has set an upper bound on the number of sequences, this returns the indices without waiting. For a single
+    sequence they are all equal, which masks nothing. Exact attention does not read them.
     """
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
@@ -87,45 +87,33 @@ class TransformersAdapter(Adapter):
         )
 
 
+def _register(journal: Journal, registry: Any, name: str, function: Any, reason: str) -> None:
+    target = f"transformers.{registry.__name__}[{name!r}]"
+    journal.set_item(registry._global_mapping, name, function, target=target, reason=reason)
+
+
 def _register_attention(module: ModuleType, journal: Journal, exact: bool) -> None:
     from jetrl_patch.adapters.transformers.attention import NAME, PACKED, exact_attention, packed_sdpa, whole_sequences
 
-    functions: dict[str, tuple[Any, str]] = {PACKED: (packed_sdpa, "torch's attention for ranks that share sequences")}
+    reason = "torch's attention for ranks that share sequences"
+    _register(journal, module.AttentionInterface, PACKED, whole_sequences(packed_sdpa), reason)
     if exact:
-        functions[NAME] = (exact_attention, "the rollout's attention kernel as the trainer's forward")
-    for name, (function, reason) in functions.items():
-        journal.set_item(
-            module.AttentionInterface._global_mapping,
-            name,
-            whole_sequences(function),
-            target=f"transformers.AttentionInterface[{name!r}]",
-            reason=reason,
-        )
+        reason = "the rollout's attention kernel as the trainer's forward"
+        _register(journal, module.AttentionInterface, NAME, whole_sequences(exact_attention), reason)
 
 
 def _register_experts(module: ModuleType, journal: Journal) -> None:
     from jetrl_patch.adapters.transformers.prepare import EXPERTS, fp8_experts
 
-    journal.set_item(
-        module.ExpertsInterface._global_mapping,
-        EXPERTS,
-        fp8_experts,
-        target=f"transformers.ExpertsInterface[{EXPERTS!r}]",
-        reason="experts in FP8, with the bytes of the rollout",
-    )
+    _register(journal, module.ExpertsInterface, EXPERTS, fp8_experts, "experts in FP8, with the bytes of the rollout")
 
 
 def _register_mask(module: ModuleType, journal: Journal, exact: bool) -> None:
     from jetrl_patch.adapters.transformers.attention import NAME, PACKED, keep_padding_mask
 
     for name in (PACKED, NAME) if exact else (PACKED,):
-        journal.set_item(
-            module.AttentionMaskInterface._global_mapping,
-            name,
-            keep_padding_mask,
-            target=f"transformers.AttentionMaskInterface[{name!r}]",
-            reason="this attention reads the padding mask unchanged",
-        )
+        reason = "this attention reads the padding mask unchanged"
+        _register(journal, module.AttentionMaskInterface, name, keep_padding_mask, reason)
 
 
 ADAPTER = TransformersAdapter()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +20,11 @@ from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.patching.attached import Attached
 from jetrl_patch.registry import Exchange
 
-__all__ = ["PACKED", "packed_sdpa", "share_sequences", "whole_sequences"]
-
-
 # ---- Outside exact mode, for sequence parallelism: torch's attention, one packed sequence at a time
 
 #: its name in transformers
 PACKED = "jetrl_packed"
-#: arguments of transformers' attention functions that change nothing here
+#: arguments of transformers' attention functions that have no effect here
 _HARMLESS = ("use_cache", "output_attentions", "cache_position")
 
 
@@ -45,7 +42,7 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key and value [1, KH, T, D] -> [1, T, H, D].
 
-    Raises ModelError for masks, windows, sinks and capped scores, which it does not support.
+    Raises ModelError for masks, caches, sinks, capped scores, and windows shorter than a sequence.
     """
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if unknown or attention_mask is not None or key.shape[2] != query.shape[2]:
@@ -60,16 +57,8 @@ def packed_sdpa(
             f"{PACKED} has no sliding window, found one of {sliding_window} and a sequence of {longest}. "
             "Set ulysses_sequence_parallel_size=1."
         )
-    pieces = [
-        F.scaled_dot_product_attention(
-            *(t[:, :, a:b] for t in (query, key, value)),
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        for a, b in itertools.pairwise(ends)
-    ]
+    causal = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True)
+    pieces = [causal(*(t[:, :, a:b] for t in (query, key, value))) for a, b in itertools.pairwise(ends)]
     return torch.cat(pieces, 2).transpose(1, 2), None
 
 
@@ -80,14 +69,14 @@ NAME = "jetrl_exact"
 
 
 def keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Implement the mask interface: return the [B, T] padding mask unchanged. The kernel is causal by itself."""
+    """Implement transformers' mask interface: return the [B, T] padding mask unchanged. The kernel is causal by itself."""
     return attention_mask
 
 
 class _Layout(NamedTuple):
     """Which of the B * T positions hold tokens (None: all), and where each sequence begins.
 
-    ``exceeded``: a bool [] on the device, whether there are more sequences than the framework has said.
+    ``exceeded``: a bool [] on the device, whether there are more sequences than the framework's upper bound.
     """
 
     places: Tensor | None
@@ -99,22 +88,20 @@ class _LastLayout:
     """Caches the layout: all layers of a forward pass see the same mask and positions."""
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
+        self._of: list[weakref.ref[Tensor] | None] = []  # mask and positions
+        self._shape = (0, 0)
         self._layout: _Layout | None = None
 
     def get(self, mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> _Layout:
-        key = (*(None if t is None else weakref.ref(t) for t in (mask, positions)), shape)
-        if self._layout is None or not self._same(key):
-            self._key, self._layout = key, find_layout(mask, positions, shape)
+        given = (mask, positions)
+        if self._layout is None or shape != self._shape or not all(map(_is_same, self._of, given)):
+            self._of, self._shape = [None if t is None else weakref.ref(t) for t in given], shape
+            self._layout = find_layout(mask, positions, shape)
         return self._layout
 
-    def _same(self, key: tuple[Any, ...]) -> bool:
-        if len(self._key) != len(key) or self._key[-1] != key[-1]:
-            return False
-        for ours, new in zip(self._key[:-1], key[:-1], strict=True):
-            if (ours is None) != (new is None) or (ours is not None and (ours() is None or ours() is not new())):
-                return False
-        return True
+
+def _is_same(held: weakref.ref[Tensor] | None, tensor: Tensor | None) -> bool:
+    return held is tensor if held is None or tensor is None else held() is tensor
 
 
 _last = _LastLayout()
@@ -127,10 +114,10 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
         mask: [B, T], nonzero for tokens (padding on either side), or None.
         positions: [B or 1, T]; a sequence begins where they do not increase by one (packed batches). shape: (B, T).
 
-    If the number of sequences of a packed batch is known (``exact.attention``), the host need not wait for the device.
+    If an upper bound on the number of sequences is set (``exact.attention``), the host does not wait for the device.
 
     Returns:
-        The places in the flattened batch that hold tokens and cu_seqlens int32 [R + 1] over those.
+        The places in the flattened batch that hold tokens, and cu_seqlens int32 [R + 1] over these.
     """
     B, T = shape
     device = mask.device if mask is not None else positions.device if positions is not None else torch.device("cpu")
@@ -167,12 +154,12 @@ def exact_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, T, D], key and value [B, KH, T, D] -> [B, T, H, D].
 
-    Padding gets zeros. A key/value cache is refused: generation is the rollout's work.
+    Padding gets zeros. Raises ModelError for a key/value cache, because only the rollout generates, and for dropout.
     """
     B, H, T, D = query.shape
     if key.shape[2] != T:
         raise ModelError(
-            f"{NAME} computes whole sequences: {T} queries met {key.shape[2]} keys of a cache. Pass use_cache=False."
+            f"{NAME} computes whole sequences, found {T} queries and {key.shape[2]} keys of a cache. Pass use_cache=False."
         )
     if dropout:
         raise ModelError(f"{NAME} has no dropout, found attention dropout {dropout}")
@@ -180,7 +167,7 @@ def exact_attention(
     q, k, v = (t.transpose(1, 2).reshape(B * T, -1, D) for t in (query, key, value))
     if layout.places is not None:
         q, k, v = (t[layout.places] for t in (q, k, v))
-    if layout.exceeded is not None:  # boundaries are missing, so every result must be NaN
+    if layout.exceeded is not None:  # some boundaries may be missing; then every result must be NaN
         v = v.masked_fill(layout.exceeded, float("nan"))
     out = attention_varlen(q, k, v, layout.cu_seqlens, D**-0.5 if scaling is None else scaling)
     if layout.places is not None:
@@ -190,20 +177,20 @@ def exact_attention(
 
 # ---- Sequence parallelism (Ulysses, arXiv 2309.14509): each rank holds a slice of every sequence --
 # Norms, linears, RoPE and the head compute each token alone, so a slice is enough for them. Attention needs whole sequences, but
-# computes each head alone. So the ranks exchange slices of all heads for all tokens of some heads, run attention, and exchange
-# the result back. Nothing is added or rounded on the way: the bits are those of a single rank.
+# computes each head alone. So the ranks trade a slice with all heads for all tokens with some heads, run attention, and trade
+# back. Nothing is added or rounded on the way: the bits are those of a single rank.
 #
 # Shape legend: B batch, T tokens of whole sequences, n ranks, H query heads, KH key/value heads, D head width.
 
-_EXCHANGE: Attached[Exchange] = Attached("_jetrl_exchange", "transformers passes an attention function its module only")
-#: transformers' own implementations that ``packed_sdpa`` replaces: their mask covers a slice only
+_EXCHANGE: Attached[Exchange] = Attached("_jetrl_exchange", "transformers passes an attention function only its module")
+#: transformers' own implementations that ``packed_sdpa`` replaces, because their mask covers only a slice
 _SLICED = ("sdpa", "eager")
 
 
 def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """Wrap an attention function: in a model given to ``share_sequences``, exchange before and after it."""
+    """Wrap an attention function: in a model passed to ``share_sequences``, exchange before and after it."""
 
-    @wraps(attention)
+    @functools.wraps(attention)
     def wrapped(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
@@ -216,7 +203,7 @@ def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[.
             fix = "set use_remove_padding=True"
             raise ModelError(explain("sequence parallelism", required="packed sequences", found=found, fix=fix))
         repeats = max(exchange.size // key.shape[1], 1)
-        if repeats > 1:  # fewer key/value heads than ranks: head h goes to the ``repeats`` ranks from h * repeats on
+        if repeats > 1:  # fewer key/value heads than ranks: head h goes to ranks h * repeats to (h + 1) * repeats - 1
             key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
         query, key, value = (exchange.to_heads(t) for t in (query, key, value))  # [B, H/n, T, D]
         out, _ = attention(module, query, key, value, None, position_ids=exchange.gather(positions), **kwargs)
@@ -226,13 +213,13 @@ def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[.
 
 
 def share_sequences(model: Any, exchange: Exchange) -> None:
-    """Give the attention of ``model`` whole sequences, of which each rank of ``exchange`` holds a slice. In place.
+    """Make the attention of ``model`` see whole sequences when each rank of ``exchange`` holds a slice. In place.
 
     A vision tower is left alone, because each rank has whole images. A model in exact mode keeps its attention; ``packed_sdpa``
     replaces ``sdpa`` and ``eager``.
 
     Raises:
-        ModelError: another attention, or one that is not in every layer; nothing has changed.
+        ModelError: the attention is another one, or is not in every layer. Nothing has changed.
     """
     config = model.config.get_text_config()
     chosen = config._attn_implementation

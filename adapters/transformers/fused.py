@@ -21,16 +21,13 @@ from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.models.families import covering
 
-__all__ = ["add_in_norms", "rotate_together"]
-
-
-# ---- Copies of transformers' functions with one name changed. Transformers itself is not changed -
+# ---- Copies of transformers' functions, with other globals. Transformers itself is not changed ----
 
 def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | None = None) -> FunctionType:
-    """A copy of a function, with a snapshot of its module's globals.
+    """Copy a function, with a snapshot of its module's globals.
 
     Args:
-        names: replacements for these globals, or additions.
+        names: globals to replace or add.
         code: runs instead of the function's own code.
     """
     found = {**function.__globals__, **names}
@@ -42,8 +39,8 @@ def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | No
 # ---- Norms and activations that feed FP8 layers, fused with the quantization ---------------------
 # With ``align="linear"`` both are fused. With ``align="exact"`` only the activation is (``fuse_exact``): each of its values
 # depends on one gate and one up, and equals the rollout's bit for bit. A fused norm may add its squares in another order than the
-# rollout's kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not
-# support an input (FP32 masters under autocast), the original forward runs.
+# rollout's kernel, so exact norms are left alone. If a kernel does not support an input (FP32 masters under autocast), the
+# original forward runs.
 
 class FusedNorm:
     """RMSNorm whose output is quantized for the layers that read it."""
@@ -51,7 +48,7 @@ class FusedNorm:
     weight: Tensor
     variance_epsilon: float
     jetrl_fp8: Fp8State
-    #: whether the block takes its residual from this norm (``add_in_norms``)
+    #: whether the block gets its residual from this norm (``add_in_norms``)
     jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Any:
@@ -92,8 +89,7 @@ class FusedExactMLP(FusedMLP):
 def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
     """Fuse modules of a model with FP8 layers, in place. Returns the names of the changed modules.
 
-    Classes are recognized by name, so part of a model is enough. Norms per head and the final norm feed no FP8 layer and stay as
-    they are.
+    It recognizes classes by name, so a part of a model will do. Norms per head and the final norm feed no FP8 layer and stay.
     """
     if not producers.available(backend, device_type):
         return []
@@ -124,14 +120,14 @@ def fuse_exact(model: nn.Module, backend: str, device_type: str) -> list[str]:
     if not producers.available(backend, device_type):
         return []
     mlps = {name: module for name, module in model.named_modules() if isinstance(module, ExactMLP)}
-    changed = [name for name, module in mlps.items() if isinstance(module.down_proj, Fp8Linear)]
-    for name in changed:
-        swap(model.get_submodule(name), FusedExactMLP)
-    return changed
+    found = {name: module for name, module in mlps.items() if isinstance(module.down_proj, Fp8Linear)}
+    for module in found.values():
+        swap(module, FusedExactMLP)
+    return list(found)
 
 
 def _has_both_gradients(layer: nn.Module, state: Fp8State) -> bool:
-    """Whether a layer's backward needs its output gradient in both layouts, quantized in the format of ``state``."""
+    """Whether a layer's backward reads its output gradient in both layouts, quantized in the format of ``state``."""
     if not isinstance(layer, Fp8Linear) or not layer.weight.requires_grad:
         return False
     return (layer.fp8.backend_name, layer.fp8.scale_format) == (state.backend_name, state.scale_format)
@@ -142,19 +138,19 @@ def _is_silu(activation: object) -> bool:
 
 
 # ---- Residual gradients added in the norm's backward kernel: one launch and 4 bytes per element less
-# A block uses its input twice: as residual, and in a norm. Autograd adds the two gradients in a kernel of its own. Here a block
-# gets a copy of its ``forward`` in which the norm passes the input on, so that both gradients arrive at the norm:
+# A block uses its input twice: as residual, and in a norm. Autograd adds the two gradients in a separate kernel. Here a block
+# gets a copy of its ``forward`` in which the norm passes its input on, and receives both gradients:
 #
 #     residual = x;  x = self.norm(x)      becomes      x, residual = passed(self.norm, x)
 #
-# The values are the same, and so are the bits of the gradients. There is no table of families: every block qualifies whose source
-# has these two statements in a row. The class keeps its name, by which FSDP and the frameworks find blocks.
+# Values and gradients keep their bits. There is no table of families: a block qualifies if its source has these two statements in
+# a row. The class keeps its name, by which FSDP and the frameworks find blocks.
 
 _PASSED = "jetrl_passed"
 
 
 class _Block(NamedTuple):
-    """The class with the copied forward, and the names of its norms."""
+    """A class with a copied forward, and the names of its norms."""
 
     kind: type
     norms: tuple[str, ...]
@@ -165,7 +161,7 @@ _blocks: dict[type, _Block | None] = {}
 
 
 def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Let norms add the gradients of their blocks' residuals, in place. Returns the names of the changed blocks."""
+    """Make norms add the gradients of their blocks' residuals, in place. Returns the names of the changed blocks."""
     if not producers.available(backend, device_type):
         return []
     blocks = {name: (module, block) for name, module in model.named_modules() if (block := _block(type(module))) is not None}
@@ -175,20 +171,20 @@ def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
             if isinstance(norm, FusedNorm | ExactNorm):
                 norm.jetrl_passes = True
                 served.add(block.kind)
-    changed = [name for name, (_, block) in blocks.items() if block.kind in served]
-    for module, block in map(blocks.__getitem__, changed):  # FSDP takes the class of the first block for that of all
+    found = {name: pair for name, pair in blocks.items() if pair[1].kind in served}
+    for module, block in found.values():  # all blocks of a kind: FSDP assumes that they have the class of the first
         module.__class__ = block.kind
-    return changed
+    return list(found)
 
 
 def _block(kind: type) -> _Block | None:
     if kind not in _blocks:
         forward: Any = kind.__dict__.get("forward")
-        # the source of a wrapper is not what runs, and a closure cannot be copied
+        # a wrapper's source is not the code that runs, and a closure cannot be copied
         plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
         _blocks[kind] = block = _rewritten(kind, forward) if plain else None
         if block is not None:
-            _blocks[block.kind] = None  # replaced already
+            _blocks[block.kind] = None  # already the replacement
     return _blocks[kind]
 
 
@@ -198,7 +194,7 @@ def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
     except (OSError, TypeError, SyntaxError):  # no source
         return None
     (definition,) = tree.body
-    if any(isinstance(node, ast.AugAssign) for node in ast.walk(tree)):  # autograd refuses it on a tensor that a norm passes on
+    if any(isinstance(node, ast.AugAssign) for node in ast.walk(tree)):  # autograd forbids it on a tensor that a norm passes on
         return None
     norms = tuple(_rewrite(definition.body)) if isinstance(definition, ast.FunctionDef) else ()
     if not norms:
@@ -231,39 +227,39 @@ def _rewrite(body: list[ast.stmt]) -> Iterator[str]:
 
 
 # ---- Queries and keys rotated in one launch ------------------------------------------------------
-# transformers' attention classes call their module's ``apply_rotary_pos_emb``. Here a class gets a copy of its ``forward`` in
-# which that name is ours; a model that is not prepared rotates as before. There is no table of families: a function is replaced
+# transformers' attention classes call ``apply_rotary_pos_emb`` of their module. Here a class gets a copy of its ``forward`` in
+# which that name is ours; models that are not prepared rotate as before. There is no table of families: a function is replaced
 # if, on a small input, it has the bits of Hugging Face's common expression. Interleaved halves, three-dimensional angles, vision
-# towers and functions of other libraries (Liger) stay as they are.
+# towers and functions of other libraries (Liger) stay.
 
 #: its name in transformers
 _FUNCTION = "apply_rotary_pos_emb"
-#: class of attention -> its behaviour for ``swap``; None for no change
-_behaviours: dict[type, type | None] = {}
+#: class of attention -> its behavior for ``swap``; None for no change
+_behaviors: dict[type, type | None] = {}
 
 
 def rotate_together(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Rotate by one kernel in the attention modules of a model, in place. Returns the names of the changed modules."""
+    """Rotate with one kernel in the attention modules of a model, in place. Returns the names of the changed modules."""
     if not producers.available(backend, device_type):
         return []
     changed = []
     for name, module in model.named_modules():
-        if (behaviour := _behaviour(type(module))) is not None:
-            swap(module, behaviour)
+        if (behavior := _behavior(type(module))) is not None:
+            swap(module, behavior)
             changed.append(name)
     return changed
 
 
-def _behaviour(kind: type) -> type | None:
-    if kind not in _behaviours:
+def _behavior(kind: type) -> type | None:
+    if kind not in _behaviors:
         forward: Any = kind.__dict__.get("forward")
-        served = isinstance(forward, FunctionType) and _FUNCTION in forward.__code__.co_names
-        _behaviours[kind] = _rotating(forward) if served and _is_common(forward.__globals__.get(_FUNCTION)) else None
-    return _behaviours[kind]
+        calls = isinstance(forward, FunctionType) and _FUNCTION in forward.__code__.co_names
+        _behaviors[kind] = _rotating(forward) if calls and _is_common(forward.__globals__.get(_FUNCTION)) else None
+    return _behaviors[kind]
 
 
 def _rotating(forward: Any) -> type:
-    """A behaviour with this forward, which rotates in one kernel if the kernel supports the input."""
+    """A behavior with this forward, which rotates in one kernel if the kernel supports the input."""
     own = forward.__globals__[_FUNCTION]
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
@@ -283,7 +279,7 @@ def _is_common(function: Any) -> bool:
         cos, sin = (random(1, 5, width // 2).repeat(1, 1, 2) for _ in range(2))
         try:
             found = function(q, k, cos, sin)
-        except Exception:  # another library's function, or one without partial rotation, which its model then does not use
+        except Exception:  # another library's function; or one without partial rotation, of a model that does not need it
             return width < 8
         if len(found) != 2 or not all(torch.equal(y, _common(x, cos, sin)) for x, y in zip((q, k), found)):
             return False

@@ -1,4 +1,4 @@
-"""What this adapter offers as ``jetrl_patch.registry.Models``; the trainer's side of ``jetrl parity``."""
+"""This adapter's ``jetrl_patch.registry.Models``, and the trainer's side of ``jetrl parity``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _MICRO_BATCH = 8
 def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> Scored:
     """Load the checkpoint, convert it for the mode, and score all response tokens.
 
-    Sequences run in padded micro-batches of 8, so the batches differ from the rollout's. The cost is a forward and a backward
-    pass over the same micro-batches.
+    Sequences run in padded micro-batches of 8, so the batches differ from the rollout's. To measure the cost, a forward and a
+    backward pass run over the same micro-batches.
     """
     progress.stage("loading the trainer's model")
     model = load(job)
@@ -67,18 +67,22 @@ def micro_batches(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
     return [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
 
 
+def _places(samples: Sequence[Sample]) -> list[Tensor]:
+    """Flat positions of each sequence's tokens in a right-padded batch, without its last token."""
+    lengths = [len(s.prompt) + len(s.response) - 1 for s in samples]
+    return [row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)]
+
+
 def _compared(samples: Sequence[Sample], chosen: Mapping[int, Tensor]) -> Routes:
     """Compare the routes of one right-padded batch, prompts included."""
-    lengths = [len(s.prompt) + len(s.response) - 1 for s in samples]
-    rows = [row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)]
-    given = [(s.routes, own) for s, own in zip(samples, rows, strict=True) if s.routes is not None]
+    given = [(s.routes, own) for s, own in zip(samples, _places(samples), strict=True) if s.routes is not None]
     if not given:
         return Routes()
     return compare(torch.cat([routes for routes, _ in given]), chosen, torch.cat([own for _, own in given]))
 
 
 def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float, progress: Progress) -> float:
-    """Tokens per second, prompts included, of forward and backward passes; a first one warms up."""
+    """Tokens per second, prompts included, of forward and backward passes, after one that warms up."""
     progress.stage("timing the trainer", len(batches), "batches")
     _train(model, batches[0], temperature)
     begin = time.perf_counter()
@@ -93,7 +97,7 @@ def _train(model: Any, batch: Sequence[Sample], temperature: float) -> None:
     log_probs(model, batch, temperature).sum().backward()
     model.zero_grad(set_to_none=True)
     if model.device.type == "cuda":
-        torch.cuda.synchronize()  # the clock would not wait
+        torch.cuda.synchronize()  # or the clock would stop too early
 
 
 def log_probs(
@@ -113,9 +117,9 @@ def log_probs(
     return torch.cat(found)
 
 
-# ---- Where a mismatch comes from (``--explain``): the trainer's ops, taken from stock to exact one at a time
+# ---- Where a mismatch comes from (``--explain``): make the trainer's ops exact one at a time -----
 
-#: op -> its exact modules; the other ops are not modules
+#: op -> its exact modules; the other ops have none
 _MODULES: dict[str, tuple[type, ...]] = {
     "norms": (modules.ExactNorm,),
     "RoPE": (modules.ExactRotary,),
@@ -126,9 +130,9 @@ _MODULES: dict[str, tuple[type, ...]] = {
 
 
 def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> list[Step]:
-    """Score samples of an exact rollout with trainers between Hugging Face's model as it is and the exact one.
+    """Score samples of an exact rollout with a series of trainers, from Hugging Face's unchanged model to the exact one.
 
-    The first step is the untouched BF16 model. Each further step makes one more op exact, in the order of ``OPS``, so the changes
+    The first step is the unchanged BF16 model. Each further step makes one more op exact, in the order of ``OPS``, so the changes
     add up to the first step's mismatch. ``alone`` is the mismatch of a trainer in which only that op is stock.
 
     Args:
@@ -152,14 +156,14 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
         progress.done(done)
         return _step(scored - rollout, parts, states, exact_states)
 
-    alone, taken = {}, {}  # op -> the trainer in which only it is stock; in which it and all later ops are
+    alone, taken = {}, {}  # op -> the step in which only this op is stock; the step in which it and all later ops are
     for op in ops[1:-1]:
-        again = _take_back(model, op)
+        restore = _make_stock(model, op)
         alone[op] = measure({op})
-        again()
+        restore()
     stock: set[str] = set()
-    for op in reversed(ops[1:]):  # the last op that became exact is the first to go back
-        _take_back(model, op)
+    for op in reversed(ops[1:]):  # undo the swaps in reverse order
+        _make_stock(model, op)
         stock.add(op)
         taken[op] = measure(stock)
     alone[ops[-1]] = taken[ops[-1]]
@@ -174,7 +178,13 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
 
 
 def _step(difference: Tensor, parts: Tensor, states: list[Tensor], exact: list[Tensor]) -> Step:
-    """One trainer's figures, from its log-probs [tokens] minus the rollout's, and its and the exact trainer's hidden states."""
+    """Figures of one trainer.
+
+    Args:
+        difference: its log-probs [tokens] minus the rollout's.
+        parts: [tokens], the part of the response that each token is in.
+        states, exact: its hidden states [T, H] after each block, and the exact trainer's.
+    """
     apart = difference.abs()
     return Step(
         op="",
@@ -191,34 +201,21 @@ def _step(difference: Tensor, parts: Tensor, states: list[Tensor], exact: list[T
 def _score(
     model: Any, batches: Sequence[Sequence[Sample]], temperature: float, formula: Callable[..., Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs [tokens] of all responses, and the first batch's hidden states [T, H] behind each block."""
+    """Log-probs [tokens] of all responses, and the first batch's hidden states [T, H] after each block."""
     first, *others = batches
     states: list[Tensor] = []
-    hold = _Hold(states, _tokens(first))
-    blocks = model.get_submodule(f"{model.base_model_prefix}.layers")
-    handles = [block.register_forward_hook(hold) for block in blocks]
+    places = torch.cat(_places(first))
+
+    def keep(block: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        states.append(hidden.flatten(0, 1)[places].cpu())
+
+    handles = [block.register_forward_hook(keep) for block in model.get_submodule(f"{model.base_model_prefix}.layers")]
     found = [log_probs(model, first, temperature, formula)]
     for handle in handles:
         handle.remove()
     found += [log_probs(model, batch, temperature, formula) for batch in others]
     return torch.cat(found).cpu(), states
-
-
-class _Hold:
-    """A forward hook that keeps a block's output for some tokens."""
-
-    def __init__(self, states: list[Tensor], keep: list[int]) -> None:
-        self.states, self.keep = states, keep
-
-    def __call__(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        self.states.append(hidden.flatten(0, 1)[self.keep].cpu())
-
-
-def _tokens(batch: Sequence[Sample]) -> list[int]:
-    """Flat positions of the tokens in a right-padded batch, without the last token of each sequence."""
-    lengths = [len(s.prompt) + len(s.response) - 1 for s in batch]
-    return [row * max(lengths) + place for row, length in enumerate(lengths) for place in range(length)]
 
 
 def _torch_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -230,7 +227,7 @@ def _swapped(model: Any, op: str) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, _MODULES[op])]
 
 
-def _take_back(model: Any, op: str) -> Callable[[], None]:
+def _make_stock(model: Any, op: str) -> Callable[[], None]:
     """Turn an op of an exact model back into Hugging Face's. Returns a function that makes it exact again."""
     if op == "attention":
         model.config._attn_implementation = "sdpa"
@@ -241,8 +238,8 @@ def _take_back(model: Any, op: str) -> Callable[[], None]:
             changed.append((module, type(module).__bases__[0]))
             unswap(module)
 
-    def again() -> None:
-        for module, behaviour in reversed(changed):
-            swap(module, behaviour)
+    def restore() -> None:
+        for module, behavior in reversed(changed):
+            swap(module, behavior)
 
-    return again
+    return restore

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face model for the trainer: FP8 linears and experts, and in exact mode the rollout's other ops too."""
+"""Convert a Hugging Face model for the trainer: FP8 linears and experts, and in exact mode the rollout's other ops."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, is_row_parallel
 from jetrl_patch.models.structure import check_device
 
-__all__ = [
-    "EXPERTS", "ExactFp32Head", "Fp32Head", "check_head", "check_registered", "fp8_experts", "use_fp8_experts", "widen_head",
-]  # fmt: skip
-
-
 # ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
 #: its name in transformers: ``experts_implementation="jetrl_fp8"``
@@ -47,8 +42,7 @@ def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     """
     own = experts_of(self)
     if own is None:
-        fix = "leave experts_implementation unset: the plugin sets it"
-        found = f"a {type(self).__name__} that is not prepared"
+        found, fix = f"an unprepared {type(self).__name__}", "leave experts_implementation unset: the plugin sets it"
         raise ModelError(explain(f"experts_implementation={EXPERTS!r}", required="a prepared model", found=found, fix=fix))
     return experts_forward(hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index, own)
 
@@ -58,29 +52,32 @@ def check_registered(model: Any, device_type: str) -> None:
 
     Raises:
         NotPatchedError: the implementation is not registered with transformers.
-        ModelError: the device is not a CPU.
+        ModelError: as ``check_device``.
     """
-    if not expert_modules(model):
-        return
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    if expert_modules(model):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if EXPERTS not in ALL_EXPERTS_FUNCTIONS.valid_keys():
+        _require_registered(ALL_EXPERTS_FUNCTIONS, EXPERTS, "experts implementation")
+        check_device(model.config, device_type)
+
+
+def _require_registered(registry: Any, name: str, what: str) -> None:
+    if name not in registry.valid_keys():
         raise NotPatchedError(
-            f"the experts implementation {EXPERTS!r} is not registered with transformers in this process. Call "
-            "jetrl_patch.enable() before the model is prepared."
+            f"the {what} {name!r} is not registered with transformers in this process. Call jetrl_patch.enable() before the "
+            "model is prepared."
         )
-    check_device(model.config, device_type)
 
 
 def use_fp8_experts(model: Any) -> None:
-    """Select the plugin's implementation for a converted model's experts, whether in FP8 or in BF16."""
+    """Select the plugin's implementation for a converted model's experts, in FP8 or in BF16."""
     if expert_modules(model):
         model.config._experts_implementation = EXPERTS
 
 
 # ---- ``head_dtype="float32"``: the trainer's ``lm_head`` in FP32 ---------------------------------
-# The rollout holds the head in the run's 16-bit dtype. So hidden states and weights are first rounded to that dtype, and then
-# multiplied in FP32. Both sides have the same operands, and logits are never rounded to 16 bits.
+# The rollout holds the head in the run's 16-bit dtype. So the trainer first rounds hidden states and weights to that dtype, and
+# then multiplies in FP32. Both sides have the same operands, and logits are never rounded to 16 bits.
 
 class Fp32Head:
     """Computes FP32 logits ``[..., V]`` from hidden states ``[..., K]``, with autocast off."""
@@ -111,28 +108,23 @@ def check_head(model: Any) -> None:
     """Raise ModelError if ``lm_head`` is not a plain ``nn.Linear``."""
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear):
-        raise ModelError(
-            f"head_dtype='float32': {type(model).__name__} has no lm_head that is an nn.Linear (found "
-            f"{type(head).__name__}). Leave head_dtype at 'auto' for this model."
-        )
+        found, fix = f"{type(head).__name__} in {type(model).__name__}", "leave head_dtype at 'auto' for this model"
+        raise ModelError(explain("head_dtype='float32'", required="an lm_head that is an nn.Linear", found=found, fix=fix))
 
 
 def widen_head(model: Any, config: Config) -> None:
     """Give ``model.lm_head`` an FP32 forward, in place. Raises ModelError if there is none."""
     check_head(model)
-    if config.exact:
-        swap(model.lm_head, ExactFp32Head)
-        return
-    swap(model.lm_head, Fp32Head)
+    swap(model.lm_head, ExactFp32Head if config.exact else Fp32Head)
     model.lm_head.jetrl_dtype = getattr(torch, config.compute_dtype)
 
 
 # ---- The precision guard: move FP8 layers of a running trainer to BF16, in place -----------------
 
 def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
-    """Move layers to BF16, as if ``exclude`` had named them: all of them, or none and raise.
+    """Move layers to BF16, as if ``exclude`` had named them. On an error, none of them has moved.
 
-    Parameters stay the same objects, so FSDP, ZeRO and the optimizer are unaffected. The layer keeps its FP8 state, which a fused
+    Parameters stay the same objects, so FSDP, ZeRO and the optimizer notice nothing. The layer keeps its FP8 state, which a fused
     activation before it may still read.
 
     Args:
@@ -140,7 +132,7 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
         exact: whether they get the batch-invariant GEMM of exact mode, with its splits of K, instead of ``nn.Linear``'s.
 
     Raises:
-        ModelError: a layer is neither, or its weight is gathered in FP8 and has no BF16 value.
+        ModelError: a layer is neither, or FSDP2 gathers its weight in FP8, so it has no BF16 value.
     """
     for name, layer in layers.items():
         if experts_of(layer) is None:
@@ -162,14 +154,9 @@ def _check(name: str, layer: Any) -> None:
         raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
     weight = getattr(layer.weight, "_local_tensor", layer.weight)
     if isinstance(weight, (Fp8Shard, Fp8Gathered)):
-        raise ModelError(
-            explain(
-                f"taking {name} out of FP8",
-                required="a weight that FSDP2 gathers in BF16",
-                found="one that FSDP2 gathers as FP8 bytes",
-                fix="turn fp8_all_gather off, or leave guard_sqnr unset",
-            )
-        )
+        required, found = "a weight that FSDP2 gathers in BF16", "one that FSDP2 gathers as FP8 bytes"
+        fix = "turn fp8_all_gather off, or leave guard_sqnr unset"
+        raise ModelError(explain(f"taking {name} out of FP8", required=required, found=found, fix=fix))
 
 
 # ---- Convert a model -----------------------------------------------------------------------------
@@ -178,11 +165,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_model(
-    model: nn.Module,
-    config: Config,
-    rollout_tp: int = 1,
-    device_type: str = "cpu",
-    rollout_ep: int = 1,
+    model: nn.Module, config: Config, rollout_tp: int = 1, device_type: str = "cpu", rollout_ep: int = 1
 ) -> list[str]:
     """Convert a causal language model in place, before it is wrapped by FSDP or ZeRO.
 
@@ -190,9 +173,9 @@ def prepare_model(
 
     Args:
         model: a Hugging Face model with an ``lm_head``.
-        rollout_tp: tensor-parallel size of the rollout. The trainer adds the same partial sums in the same order.
+        rollout_tp, rollout_ep: tensor- and expert-parallel size of the rollout. The trainer adds the same partial sums in the
+            same order.
         device_type: device the model will run on; decides the backend.
-        rollout_ep: expert-parallel size of the rollout. The same for experts.
 
     Returns:
         Names of the quantized layers: those converted here or, if only the rollout is quantized, those that the rollout
@@ -235,21 +218,21 @@ def prepare_model(
 
 
 def _heads(config: Any) -> tuple[tuple[int, int], int]:
-    """Heads of queries, and of keys and values, and their width."""
+    """Return the numbers of query heads and of key/value heads, and their width."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return (heads, getattr(config, "num_key_value_heads", None) or heads), width
 
 
 def note_cut(layers: list[str], tp: int) -> None:
-    """Log, once per process, and record the layers that ``on_cut="bf16"`` leaves in BF16."""
+    """Record the layers that ``on_cut="bf16"`` leaves in BF16, and log new ones."""
     if set(layers) - set(session.run_notes().cut):
         logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
     session.register_cut(layers)
 
 
 def drop_nothing(model: Any) -> None:
-    """Turn a model's dropout off, because the rollout has none. Its configuration, which a checkpoint saves, does not change."""
+    """Turn a model's dropout off, because the rollout has none. Its configuration, which checkpoints save, does not change."""
     found: dict[str, float] = {}
     for module in model.modules():
         for name in DROPOUTS:
@@ -258,7 +241,7 @@ def drop_nothing(model: Any) -> None:
                 setattr(module, name, 0.0)
     if found:
         given = " and ".join(f"{name}={p:g}" for name, p in found.items())
-        logger.warning("jetrl_patch: exact mode trains without dropout, as the rollout samples. Not applied: %s", given)
+        logger.warning("jetrl_patch: exact mode trains without dropout, because the rollout has none. Not applied: %s", given)
 
 
 def _check_exact(model: Any) -> dict[str, type]:
@@ -267,20 +250,10 @@ def _check_exact(model: Any) -> dict[str, type]:
 
     te = next((name for name, module in model.named_modules() if is_te_linear(module)), None)
     if te is not None:
-        raise ModelError(
-            explain(
-                "align='exact'",
-                required="batch-invariant GEMMs",
-                found=f"TransformerEngine, whose GEMM is not, in {te}",
-                fix="use align='linear'",
-            )
-        )
+        found, fix = f"TransformerEngine in {te}, whose GEMM is not", "use align='linear'"
+        raise ModelError(explain("align='exact'", required="batch-invariant GEMMs", found=found, fix=fix))
     family = check_family(model.config)
-    kinds: dict[str, type] = {
-        family.norm: modules.ExactNorm,
-        family.rotary: modules.ExactRotary,
-        family.mlp: modules.ExactMLP,
-    }
+    kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary, family.mlp: modules.ExactMLP}
     if family.mixture:
         kinds[family.router] = modules.ExactScores if family.chooser else modules.ExactRouter
     if family.chooser:
@@ -289,19 +262,10 @@ def _check_exact(model: Any) -> dict[str, type]:
     for name, module in model.named_modules():
         known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in known_kinds
         if not known and next(module.parameters(recurse=False), None) is not None:
-            raise ModelError(
-                explain(
-                    f'align="exact" of {name}',
-                    required=f"linears, embeddings and {family.norm}, as transformers builds {family.causal_lm}",
-                    found=type(module).__name__,
-                    fix='turn off what replaced it, or use align="linear"',
-                )
-            )
-    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        raise NotPatchedError(
-            f"the attention {NAME!r} is not registered with transformers in this process. Call jetrl_patch.enable() before "
-            "the model is prepared."
-        )
+            required = f"linears, embeddings and {family.norm}, as transformers builds {family.causal_lm}"
+            found, fix = type(module).__name__, 'turn off what replaced it, or use align="linear"'
+            raise ModelError(explain(f'align="exact" of {name}', required=required, found=found, fix=fix))
+    _require_registered(ALL_ATTENTION_FUNCTIONS, NAME, "attention")
     if not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise ModelError(f"{type(model).__name__} has no lm_head: exact mode prepares causal language models")
     return kinds

@@ -70,9 +70,7 @@ class CompleteRunner(CapturingRunner):
 def finish(model: torch.nn.Module) -> None:
     """Give a loaded model's mixtures their runner; in exact mode move reductions and factors. A second call changes nothing."""
     for module in model.modules():
-        if not isinstance(module, MoERunner):
-            continue
-        method = module.routed_experts.quant_method
+        method: Any = module.routed_experts.quant_method if isinstance(module, MoERunner) else None
         if not isinstance(method, QuantizedExpertsMethod):
             continue
         if not method.exact:
@@ -80,10 +78,15 @@ def finish(model: torch.nn.Module) -> None:
             continue
         swap(module, CompleteRunner)
         if module.routed_experts.scoring_func == "sigmoid":
-            method.scale, module.routed_scaling_factor = method.scale * module.routed_scaling_factor, 1.0
+            _move_factor(module, method)
         for layer in module.shared_experts.modules() if module.shared_experts is not None else ():
             if isinstance(layer, RowParallelLinear):
                 layer.reduce_results = True
+
+
+def _move_factor(runner: MoERunner, method: QuantizedExpertsMethod) -> None:
+    method.scale *= runner.routed_scaling_factor
+    runner.routed_scaling_factor = 1.0
 
 
 # ---- The experts method --------------------------------------------------------------------------

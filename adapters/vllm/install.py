@@ -83,7 +83,7 @@ def _of_delta_net(net: Any, name: str) -> Iterator[_Piece]:
         base, offset = base + size, offset + local
 
 
-def _of_linear(layer: LinearBase, prefix: str, names: list[str], sent: Sent) -> Iterator[_Piece]:
+def _of_linear(layer: Any, prefix: str, names: list[str], sent: Sent) -> Iterator[_Piece]:
     """Yield the pieces of a linear layer's weight and bias, if one of them was sent, and its other parameters, whole."""
     for key, tensor in layer.named_parameters(recurse=False):
         if key not in ("weight", "bias"):  # a router's correction of scores
@@ -172,23 +172,24 @@ def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]
     return [(linear, names) for linear in linears if (names := _GUARDED.get(linear)) is not None]
 
 
-def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> Callable[[], None]:
+def _prepare(linear: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> Callable[[], None]:
     """Allocate a layer's BF16 weight. Returns the function that installs it."""
     bf16: Any = ExactLinearMethod() if method.exact else UnquantizedLinearMethod()
-    old, holder = layer.weight, torch.nn.Module()
+    old, holder = linear.weight, torch.nn.Module()
     with torch.device(old.device):
         bf16.create_weights(
-            holder, old.shape[1], [old.shape[0]], layer.input_size, layer.output_size, torch.bfloat16,
-            weight_loader=layer.weight_loader_v2,
+            holder, old.shape[1], [old.shape[0]], linear.input_size, linear.output_size, torch.bfloat16,
+            weight_loader=linear.weight_loader_v2,
         )  # fmt: skip
 
-    def carry_out() -> None:
+    def install(layer: Any) -> None:
         del layer.weight, layer.weight_scale_inv
-        layer.weight, layer.quant_method = holder.weight, bf16
+        layer.weight = holder.weight
+        layer.quant_method = bf16
         _GUARDED.set(layer, method.names)
         bf16.process_weights_after_loading(layer)  # so that vLLM packs the weight again after later loads
 
-    return carry_out
+    return functools.partial(install, linear)
 
 
 # ---- The installer -------------------------------------------------------------------------------

@@ -238,10 +238,10 @@ def _exact(journal: Journal) -> None:
         reason="engines built before and after enable() must not share this cache of modules",
     )
     backends = attention_registry.AttentionBackendEnum
-    if current_platform.is_cpu():
-        place, ours = backends.CPU_ATTN, "ExactCPUAttentionBackend"
-    else:
-        place, ours = backends.CUSTOM, "ExactCudaAttentionBackend"
+    on_cpu = current_platform.is_cpu()
+    place = backends.CPU_ATTN if on_cpu else backends.CUSTOM
+    ours = "ExactCPUAttentionBackend" if on_cpu else "ExactCudaAttentionBackend"
+    if not on_cpu:
         for name, reason in _OFF.items():
             if name not in os.environ:
                 journal.set_item(os.environ, name, "0", target=f"os.environ[{name!r}]", reason=reason)

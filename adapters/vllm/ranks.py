@@ -152,7 +152,7 @@ def _difference(comm: CustomAllreduce, device: torch.device) -> str:
             unequal = int((total_1N.view(torch.int32) != expected_1N.view(torch.int32)).sum())
             unequal += int((total_1N.to(torch.bfloat16).view(torch.int16) != added(parts_R1N).view(torch.int16)).sum())
             if unequal and not found:
-                found = f"{size} {what}: {unequal} results differ"
+                found = f"{size} {what} (results that differ: {unequal})"
     return found
 
 

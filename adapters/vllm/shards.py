@@ -89,21 +89,26 @@ def hf_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
 
 def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     """Return the rectangles that make up this rank's parameter of ``layer``; ``names`` is from ``hf_names``."""
-    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
 
     rank, k = layer.tp_rank, layer.input_size
     #: of each fused part: its id, N of the whole weight, N of this rank, and which of the ranges of that size this rank holds
     sizes: list[tuple[str | int | None, int, int, int]]
-    if isinstance(layer, linear.RowParallelLinear):
+    if isinstance(layer, RowParallelLinear):
         width = layer.input_size_per_partition
         return [Shard(names[0], None, layer.output_size, 0, layer.output_size, rank * width, (rank + 1) * width, 0)]
-    if isinstance(layer, linear.QKVParallelLinear):
+    if isinstance(layer, QKVParallelLinear):
         size = layer.head_size
         kv = (layer.total_num_kv_heads * size, layer.num_kv_heads * size, rank // layer.num_kv_head_replicas)
         sizes = [("q", layer.total_num_heads * size, layer.num_heads * size, rank), ("k", *kv), ("v", *kv)]
-    elif isinstance(layer, linear.MergedColumnParallelLinear):
+    elif isinstance(layer, MergedColumnParallelLinear):
         sizes = [(i, n, n // layer.tp_size, rank) for i, n in enumerate(layer.output_sizes)]
-    elif isinstance(layer, linear.ColumnParallelLinear):
+    elif isinstance(layer, ColumnParallelLinear):
         sizes = [(None, layer.output_size, layer.output_size_per_partition, rank)]
     else:
         sizes = [(None, layer.output_size, layer.output_size, 0)]

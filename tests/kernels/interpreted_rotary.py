@@ -184,11 +184,11 @@ def attention_of(family):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_attention_of_every_family_is_recognized_by_what_it_computes(family):
     kind = attention_of(family)
-    behaviour = adapter._behaviour(kind)
-    assert (behaviour is None) == (family.model_type in OTHERS)
-    if behaviour is not None:
-        assert behaviour.forward.__code__ is kind.forward.__code__ and adapter._behaviour(kind) is behaviour
-        assert behaviour.forward.__globals__[adapter._FUNCTION] is not kind.forward.__globals__[adapter._FUNCTION]
+    behavior = adapter._behavior(kind)
+    assert (behavior is None) == (family.model_type in OTHERS)
+    if behavior is not None:
+        assert behavior.forward.__code__ is kind.forward.__code__ and adapter._behavior(kind) is behavior
+        assert behavior.forward.__globals__[adapter._FUNCTION] is not kind.forward.__globals__[adapter._FUNCTION]
 
 
 @pytest.mark.parametrize(

@@ -86,5 +86,5 @@ def test_every_mode_widens_the_head_of_a_model(config):
 
 
 def test_a_model_without_an_lm_head_is_refused():
-    with pytest.raises(ModelError, match=r"has no lm_head that is an nn.Linear"):
+    with pytest.raises(ModelError, match=r"required an lm_head that is an nn.Linear"):
         widen_head(SimpleNamespace(lm_head=None), BF16)

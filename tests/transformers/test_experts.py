@@ -149,7 +149,7 @@ def test_an_implementation_that_is_not_registered_or_not_prepared():
         prepare_model(model, Config(precision="fp8-unified", align="linear").resolved())
     jetrl_patch.enable(precision="fp8-unified")
     model.config._experts_implementation = EXPERTS
-    with pytest.raises(ModelError, match=r"required a prepared model, found a Qwen3MoeExperts that is not prepared"):
+    with pytest.raises(ModelError, match=r"required a prepared model, found an unprepared Qwen3MoeExperts"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=False)
 
 

@@ -113,7 +113,7 @@ def test_a_sum_whose_rows_are_apart_is_gathered() -> None:
         (4, {}, {"fully_connected": False}, "serves more than two GPUs only if NVLink connects them all (rank 0)"),
         (2, {}, {"mnnvl_only": True}, "the ranks are on several nodes (rank 0)"),
         (3, {}, {}, "vLLM's custom all-reduce has no kernel for 3 ranks (rank 0)"),
-        (2, {1: {"flips": True}}, {}, "4 values of one magnitude give 1 other ones (rank 1)"),
+        (2, {1: {"flips": True}}, {}, "4 values of one magnitude (results that differ: 1) (rank 1)"),
         (2, {1: {"max_size": 1024}}, {}, "the buffers of the ranks have [8388608, 1024] bytes (rank 0)"),
     ],
 )
@@ -153,7 +153,7 @@ def test_the_trial_sees_another_order(ranks: int, monkeypatch: pytest.MonkeyPatc
     plain = AllReduceDouble._sum
     for first in (1, ranks - 1):
         monkeypatch.setattr(AllReduceDouble, "_sum", staticmethod(lambda parts, _, at, f=first: plain(parts, f, at)))
-        assert not (engine := Engine(ranks)).one_shot and "results differ" in engine.said[0]
+        assert not (engine := Engine(ranks)).one_shot and "results that differ" in engine.said[0]
     monkeypatch.undo()
 
     def late(parts: Any, first: int, at: slice) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_the_trial_sees_flushed_subnormals(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.where(total.abs() < 2.0**-126, torch.zeros_like(total), total)
 
     monkeypatch.setattr(AllReduceDouble, "_sum", staticmethod(flushed))
-    assert not (engine := Engine(2)).one_shot and "subnormal values: " in engine.said[0]
+    assert not (engine := Engine(2)).one_shot and "subnormal values (" in engine.said[0]
 
 
 def test_the_parts_of_the_trial() -> None:
