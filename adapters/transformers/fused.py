@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -156,10 +157,6 @@ class _Block(NamedTuple):
     norms: tuple[str, ...]
 
 
-#: class of modules -> its replacement; None for no replacement
-_blocks: dict[type, _Block | None] = {}
-
-
 def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
     """Make norms add the gradients of their blocks' residuals, in place. Returns the names of the changed blocks."""
     if not producers.available(backend, device_type):
@@ -177,15 +174,13 @@ def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
     return list(found)
 
 
+@functools.cache
 def _block(kind: type) -> _Block | None:
-    if kind not in _blocks:
-        forward: Any = kind.__dict__.get("forward")
-        # a wrapper's source is not the code that runs, and a closure cannot be copied
-        plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
-        _blocks[kind] = block = _rewritten(kind, forward) if plain else None
-        if block is not None:
-            _blocks[block.kind] = None  # already the replacement
-    return _blocks[kind]
+    """The replacement for a class of modules; None for no replacement."""
+    forward: Any = kind.__dict__.get("forward")
+    # a wrapper's source is not the code that runs, and a closure cannot be copied
+    plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
+    return _rewritten(kind, forward) if plain and _PASSED not in forward.__globals__ else None
 
 
 def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
@@ -234,8 +229,6 @@ def _rewrite(body: list[ast.stmt]) -> Iterator[str]:
 
 #: its name in transformers
 _FUNCTION = "apply_rotary_pos_emb"
-#: class of attention -> its behavior for ``swap``; None for no change
-_behaviors: dict[type, type | None] = {}
 
 
 def rotate_together(model: nn.Module, backend: str, device_type: str) -> list[str]:
@@ -250,12 +243,12 @@ def rotate_together(model: nn.Module, backend: str, device_type: str) -> list[st
     return changed
 
 
+@functools.cache
 def _behavior(kind: type) -> type | None:
-    if kind not in _behaviors:
-        forward: Any = kind.__dict__.get("forward")
-        calls = isinstance(forward, FunctionType) and _FUNCTION in forward.__code__.co_names
-        _behaviors[kind] = _rotating(forward) if calls and _is_common(forward.__globals__.get(_FUNCTION)) else None
-    return _behaviors[kind]
+    """The behavior of a class of attention for ``swap``; None for no change."""
+    forward: Any = kind.__dict__.get("forward")
+    calls = isinstance(forward, FunctionType) and _FUNCTION in forward.__code__.co_names
+    return _rotating(forward) if calls and _is_common(forward.__globals__.get(_FUNCTION)) else None
 
 
 def _rotating(forward: Any) -> type:

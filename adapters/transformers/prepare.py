@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,22 +57,16 @@ def check_registered(model: Any, device_type: str) -> None:
     if expert_modules(model):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        _require_registered(ALL_EXPERTS_FUNCTIONS, EXPERTS, "experts implementation")
+        _require_registered(ALL_EXPERTS_FUNCTIONS.valid_keys(), EXPERTS, "experts implementation")
         check_device(model.config, device_type)
 
 
-def _require_registered(registry: Any, name: str, what: str) -> None:
-    if name not in registry.valid_keys():
+def _require_registered(registered: Collection[str], name: str, what: str) -> None:
+    if name not in registered:
         raise NotPatchedError(
             f"the {what} {name!r} is not registered with transformers in this process. Call jetrl_patch.enable() before the "
             "model is prepared."
         )
-
-
-def use_fp8_experts(model: Any) -> None:
-    """Select the plugin's implementation for a converted model's experts, in FP8 or in BF16."""
-    if expert_modules(model):
-        model.config._experts_implementation = EXPERTS
 
 
 # ---- ``head_dtype="float32"``: the trainer's ``lm_head`` in FP32 ---------------------------------
@@ -135,8 +129,7 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
         ModelError: a layer is neither, or FSDP2 gathers its weight in FP8, so it has no BF16 value.
     """
     for name, layer in layers.items():
-        if experts_of(layer) is None:
-            _check(name, layer)
+        _check(name, layer)
     for layer in layers.values():
         experts = experts_of(layer)
         if experts is not None:
@@ -150,6 +143,8 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
 
 
 def _check(name: str, layer: Any) -> None:
+    if experts_of(layer) is not None:
+        return
     if type(layer) not in (Fp8Linear, Fp8LoraLinear):
         raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
     weight = getattr(layer.weight, "_local_tensor", layer.weight)
@@ -203,7 +198,8 @@ def prepare_model(
         choose_attention(config.exact_attention, *_heads(model.config), torch.device(device_type))
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
-    use_fp8_experts(model)
+    if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16
+        model.config._experts_implementation = EXPERTS
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
@@ -265,7 +261,7 @@ def _check_exact(model: Any) -> dict[str, type]:
             required = f"linears, embeddings and {family.norm}, as transformers builds {family.causal_lm}"
             found, fix = type(module).__name__, 'turn off what replaced it, or use align="linear"'
             raise ModelError(explain(f'align="exact" of {name}', required=required, found=found, fix=fix))
-    _require_registered(ALL_ATTENTION_FUNCTIONS, NAME, "attention")
+    _require_registered(ALL_ATTENTION_FUNCTIONS.valid_keys(), NAME, "attention")
     if not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise ModelError(f"{type(model).__name__} has no lm_head: exact mode prepares causal language models")
     return kinds

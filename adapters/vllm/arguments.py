@@ -14,76 +14,52 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-
-class Group(NamedTuple):
-    """Arguments that are accepted for one reason: why they affect neither what is computed nor how weights are loaded."""
-
-    reason: str
-    names: frozenset[str]
-
-
-def _group(reason: str, names: str) -> Group:
-    return Group(reason, frozenset(names.split()))
-
-
-#: accepted in every mode
-FREE: tuple[Group, ...] = (
-    _group(
-        "how much memory the KV cache gets",
-        "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override watermark",
-    ),
-    _group(
-        "when a token is computed and in which batch: an exact op gives a row the same bits in every batch",
+#: arguments that are accepted in every mode, by the reason why they affect neither what is computed nor how weights are loaded
+FREE: dict[str, str] = {
+    "how much memory the KV cache gets": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override watermark",
+    "when a token is computed and in which batch: an exact op gives a row the same bits in every batch": (
         "max_num_seqs max_num_batched_tokens max_num_scheduled_tokens long_prefill_token_threshold enable_chunked_prefill "
         "enable_prefix_caching prefix_caching_hash_algo scheduling_policy async_scheduling scheduler_reserve_full_isl "
-        "prefill_schedule_interval stream_interval max_num_queued_reqs max_num_queued_tokens",
+        "prefill_schedule_interval stream_interval max_num_queued_reqs max_num_queued_tokens"
     ),
-    _group(
-        "length of sequences, number of log-probs per request, random seed",
-        "max_model_len max_logprobs seed",
+    "length of sequences, number of log-probs per request, random seed": "max_model_len max_logprobs seed",
+    "CUDA graphs and sleep mode: exact mode turns compilation off by itself": (
+        "enforce_eager cudagraph_capture_sizes max_cudagraph_capture_size enable_sleep_mode"
     ),
-    _group(
-        "CUDA graphs and sleep mode: exact mode turns compilation off by itself",
-        "enforce_eager cudagraph_capture_sizes max_cudagraph_capture_size enable_sleep_mode",
-    ),
-    _group(
-        "what is logged and measured",
+    "what is logged and measured": (
         "disable_log_stats aggregate_engine_logging enable_log_requests enable_log_outputs enable_log_deltas max_log_len "
         "log_config_file log_error_stack show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
         "kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics "
         "enable_logging_iteration_details enable_server_load_tracking jit_monitor_mode jit_monitor_verbose profiler_config "
         "ray_workers_use_nsight served_model_name use_tqdm_on_load uvicorn_log_level disable_uvicorn_access_log "
-        "disable_access_log_for_endpoints",
+        "disable_access_log_for_endpoints"
     ),
-    _group(
-        "the HTTP server and its text; trainers call the engine directly, with token ids",
-        "host port root_path api_key allowed_origins allowed_methods allowed_headers allow_credentials ssl_keyfile ssl_certfile "
-        "ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh disable_fastapi_docs h11_max_incomplete_event_size "
-        "h11_max_header_count enable_request_id_headers chat_template chat_template_content_format response_role "
-        "default_chat_template_kwargs trust_request_chat_template return_tokens_as_token_ids enable_auto_tool_choice "
-        "exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
-        "enable_prompt_tokens_details enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers",
+    "the HTTP server and its text; trainers call the engine directly, with token ids": (
+        "host port root_path api_key allowed_origins allowed_methods allowed_headers allow_credentials ssl_keyfile "
+        "ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh disable_fastapi_docs "
+        "h11_max_incomplete_event_size h11_max_header_count enable_request_id_headers chat_template "
+        "chat_template_content_format response_role default_chat_template_kwargs trust_request_chat_template "
+        "return_tokens_as_token_ids enable_auto_tool_choice exclude_tools_when_tool_choice_none tool_call_parser "
+        "tool_parser_plugin reasoning_parser reasoning_parser_plugin enable_prompt_tokens_details "
+        "enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers"
     ),
-    _group(
-        "images, audio and video: exact mode has no vision-language model, and elsewhere a mismatch shows in the metrics",
+    "images, audio and video: exact mode has no vision-language model, and elsewhere a mismatch shows in the metrics": (
         "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs "
-        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input",
+        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input"
     ),
-    _group(
-        "file locations, timeouts between processes, and CPU affinity",
-        "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout fail_on_environ_validation "
-        "numa_bind numa_bind_nodes numa_bind_cpus",
+    "file locations, timeouts between processes, and CPU affinity": (
+        "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout "
+        "fail_on_environ_validation numa_bind numa_bind_nodes numa_bind_cpus"
     ),
-)
+}
 
 #: accepted unless trainer and rollout must be bit-equal
-KERNELS: tuple[Group, ...] = (
-    _group(
-        "which kernel of the same formula runs outside the linears",
-        "attention_backend block_size disable_custom_all_reduce disable_cascade_attn",
+KERNELS: dict[str, str] = {
+    "which kernel of the same formula runs outside the linears": (
+        "attention_backend block_size disable_custom_all_reduce disable_cascade_attn"
     ),
-    _group("which tokens may be sampled; a mismatch shows in the metrics", "logits_processors structured_outputs_config"),
-)
+    "which tokens may be sampled; a mismatch shows in the metrics": "logits_processors structured_outputs_config",
+}
 
 #: fields of ``compilation_config`` that control graph capture and do not change results
 _CAPTURE = frozenset({"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_num_of_warmups"})
@@ -100,45 +76,40 @@ class _Value(NamedTuple):
 
     bad: Callable[[Any, Config, int], bool]
     required: str
-    fix: str
+    fix: str = "remove it"
 
 
 _VALUES: dict[str, _Value] = {
     "tensor_parallel_size": _Value(
         lambda value, _, tp: int(value) != tp,
-        "the framework's own tensor-parallel size, by which the trainer splits its sums",
+        "the framework's own tensor-parallel size, which also splits the trainer's sums",
         "remove it and set the framework's",
     ),
     "enable_expert_parallel": _Value(
         lambda value, *_: bool(value),
-        "the framework's own expert-parallel size, by which the trainer groups its sums",
+        "the framework's own expert-parallel size, which also groups the trainer's sums",
         "remove it and set the framework's",
     ),
     "dtype": _Value(
-        lambda value, config, _: str(value).removeprefix("torch.") not in ("auto", config.compute_dtype),
-        "auto or bfloat16",
-        "remove it",
+        lambda value, config, _: str(value).removeprefix("torch.") not in ("auto", config.compute_dtype), "auto or bfloat16"
     ),
     "kv_cache_dtype": _Value(
         lambda value, config, _: value not in ("auto", "bfloat16") and config.kv_cache == "auto",
         "auto or bfloat16",
         "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it with align='linear'",
     ),
-    "quantization": _Value(
-        lambda value, *_: value not in QUANTIZATIONS, "no quantization but jetrl_patch's", "remove it"
-    ),
+    "quantization": _Value(lambda value, *_: value not in QUANTIZATIONS, "no quantization but jetrl_patch's"),
     "logprobs_mode": _Value(
-        lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs", "remove it"
+        lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs"
     ),
     "load_format": _Value(
         lambda value, *_: value not in ("auto", "dummy", "safetensors", "hf"),
         "auto, dummy, hf or safetensors (the first weight sync overwrites what is loaded)",
-        "remove it",
     ),
-    "model_impl": _Value(lambda value, *_: value not in ("auto", "vllm"), "auto or vllm", "remove it"),
+    "model_impl": _Value(lambda value, *_: value not in ("auto", "vllm"), "auto or vllm"),
     "hf_overrides": _Value(
         lambda value, *_: bool(value),
-        "the configuration of the model's folder, which the trainer reads too",
+        "the configuration in the model's folder, which the trainer reads too",
         "remove it and change config.json, for both sides",
     ),
     "compilation_config": _Value(
@@ -161,8 +132,8 @@ def argument_problems(
     """
     if not config.quantized_rollout:
         return
-    groups = FREE if config.exact else FREE + KERNELS
-    accepted = frozenset[str]().union(*(group.names for group in groups))
+    groups = FREE if config.exact else FREE | KERNELS
+    accepted = {argument for names in groups.values() for argument in names.split()}
     mode = f"precision={config.precision!r}, align={config.resolved_align!r}"
     for argument, value in given.items():
         plain = argument.replace("-", "_")

@@ -198,14 +198,9 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
         """Build the metadata. Raises ModelError for cascade or non-causal attention."""
         common = common_attn_metadata
         if common_prefix_len or common.causal is not True:
-            raise ModelError(
-                explain(
-                    "align='exact' in vLLM",
-                    required="causal attention over whole contexts",
-                    found="a cascade" if common_prefix_len else "a mask that is not causal",
-                    fix="use align='linear'",
-                )
-            )
+            required, fix = "causal attention over whole contexts", "use align='linear'"
+            found = "a cascade" if common_prefix_len else "a mask that is not causal"
+            raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix=fix))
         return ExactCudaMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,

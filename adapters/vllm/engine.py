@@ -56,18 +56,14 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
             raise error
         args.kv_cache_dtype = "fp8"
     if config.fp32_head and not config.exact:
-        _set_head(args)
-
-
-def _set_head(args: EngineArgs) -> None:
-    overrides = args.hf_overrides
-    if not isinstance(overrides, Mapping):
-        required, fix = "a mapping, for head_dtype", "pass a mapping"
-        raise ConflictError(explain("vLLM hf_overrides", required=required, found=repr(overrides), fix=fix))
-    asked = overrides.get("head_dtype", "float32")
-    if str(asked).removeprefix("torch.") != "float32":
-        raise _conflict("head dtype", asked, "head_dtype='float32'", "hf_overrides['head_dtype']")
-    args.hf_overrides = {**overrides, "head_dtype": "float32"}
+        overrides = args.hf_overrides
+        if not isinstance(overrides, Mapping):
+            required, fix = "a mapping, for head_dtype", "pass a mapping"
+            raise ConflictError(explain("vLLM hf_overrides", required=required, found=repr(overrides), fix=fix))
+        asked = overrides.get("head_dtype", "float32")
+        if str(asked).removeprefix("torch.") != "float32":
+            raise _conflict("head dtype", asked, "head_dtype='float32'", "hf_overrides['head_dtype']")
+        args.hf_overrides = {**overrides, "head_dtype": "float32"}
 
 
 def _conflict(what: str, asked: object, ours: str, name: str) -> ConflictError:
@@ -118,14 +114,9 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         raise error
     ours = quantization_name(config)
     if args.quantization not in (None, ours) or args.quantization_config is not None:
-        raise ConflictError(
-            explain(
-                "vLLM quantization",
-                required=f"{ours!r}, for precision={config.precision!r}",
-                found=repr(args.quantization or args.quantization_config),
-                fix="leave quantization unset, or use precision='bf16'",
-            )
-        )
+        required, found = f"{ours!r}, for precision={config.precision!r}", repr(args.quantization or args.quantization_config)
+        fix = "leave quantization unset, or use precision='bf16'"
+        raise ConflictError(explain("vLLM quantization", required=required, found=found, fix=fix))
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
         raise _not_bf16(args.dtype, "leave dtype at 'auto' or set it to 'bfloat16'")
     refused = {"enable_lora": bool(args.enable_lora)}
@@ -137,10 +128,10 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
             f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", "bfloat16"),
         }
-    if found := _present(refused):
+    if unsupported := _present(refused):
         fix = "Turn it off, or use align='linear'." if config.exact and not args.enable_lora else "Turn it off."
         mode = f"precision={config.precision!r} with align={config.resolved_align!r}"
-        raise ConflictError(f"{mode} does not support vLLM's {', '.join(found)}. {fix}")
+        raise ConflictError(f"{mode} does not support vLLM's {', '.join(unsupported)}. {fix}")
     if config.exact:
         choose_attention(args)
     args.quantization = ours
@@ -174,16 +165,11 @@ def choose_attention(args: EngineArgs) -> None:
     ours = AttentionBackendEnum.CUSTOM
     settings: Any = args.attention_config
     asked = [AttentionConfig.validate_backend_before(args.attention_backend), settings.backend]
-    other = [b for b in (*asked, *backends_per_kind(settings)) if b not in (None, ours)]
-    if other:
-        raise ConflictError(
-            explain(
-                "vLLM attention backend",
-                required="the exact attention, for align='exact'",
-                found=getattr(other[0], "name", other[0]),
-                fix="leave the attention backend unset, or use align='linear'",
-            )
-        )
+    for other in (*asked, *backends_per_kind(settings)):
+        if other not in (None, ours):
+            required, found = "the exact attention, for align='exact'", getattr(other, "name", other)
+            fix = "leave the attention backend unset, or use align='linear'"
+            raise ConflictError(explain("vLLM attention backend", required=required, found=found, fix=fix))
     if settings.backend is None:
         args.attention_backend = ours
 
@@ -238,15 +224,10 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
         f"expert_placement_strategy={placement!r}": placement != "linear",
         f"dense blocks ({', '.join(dense)})": bool(dense),
     }
-    if found := _present(problems):
-        raise ModelError(
-            explain(
-                "experts in FP8 in vLLM",
-                required="experts in order over tensor- or expert-parallel ranks" + (", in every block" if dense else ""),
-                found=", ".join(found),
-                fix=f"turn it off, use a dense model, or {UNQUANTIZED}",
-            )
-        )
+    if found := ", ".join(_present(problems)):
+        required = "experts in order over tensor- or expert-parallel ranks" + (", in every block" if dense else "")
+        fix = f"turn it off, use a dense model, or {UNQUANTIZED}"
+        raise ModelError(explain("experts in FP8 in vLLM", required=required, found=found, fix=fix))
     tp = parallel.tensor_parallel_size
     split = ExpertSplit.of(tp, tp if parallel.enable_expert_parallel else 1)
     sizes = expert_sizes(model.hf_config)
@@ -258,14 +239,9 @@ def _refuse_batch_invariance() -> None:
     from vllm import envs
 
     if envs.VLLM_BATCH_INVARIANT:
-        raise ConflictError(
-            explain(
-                "VLLM_BATCH_INVARIANT with a quantized rollout",
-                required="the kernels that the trainer shares",
-                found="'1', which replaces torch's operators in the engine alone",
-                fix="unset it; align='exact' does not need it",
-            )
-        )
+        what, required = "VLLM_BATCH_INVARIANT with a quantized rollout", "the kernels that the trainer shares"
+        found, fix = "'1', which replaces torch's operators in the engine alone", "unset it; align='exact' does not need it"
+        raise ConflictError(explain(what, required=required, found=found, fix=fix))
 
 
 def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:

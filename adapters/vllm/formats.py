@@ -292,21 +292,16 @@ class ChannelInt8(LinearFormat):
         return rowwise.quantize_int8_rows(w_NK)
 
     def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-        """Use vLLM's kernels on CUDA, else torch's or the reference."""
+        """Use vLLM's quantizer and CUTLASS GEMM on CUDA (Triton for widths CUTLASS does not support), else torch's."""
         name = self.config.backend
-        if x_MK.is_cuda and name != "torch" and out_dtype == torch.bfloat16:
-            return _vllm_product(x_MK, *w)
+        if x_MK.is_cuda and name != "torch" and out_dtype == torch.bfloat16:  # not yet run on a GPU
+            from vllm import _custom_ops
+
+            (q_MK, s_M1, _), (w_NK, s_N1) = _custom_ops.scaled_int8_quant(x_MK.contiguous(), symmetric=True), w
+            return _custom_ops.cutlass_scaled_mm(q_MK, w_NK.t(), scale_a=s_M1, scale_b=s_N1, out_dtype=torch.bfloat16)
         if self._mm is None:
             self._mm = rowwise.choose(name, x_MK.device.type)
         return rowwise.int8_fprop(x_MK, w, out_dtype, self._mm)
-
-
-def _vllm_product(x_MK: torch.Tensor, w_NK: torch.Tensor, s_N1: torch.Tensor) -> torch.Tensor:
-    """Use vLLM's quantizer and CUTLASS GEMM (Triton for widths CUTLASS does not support). Not yet run on a GPU."""
-    from vllm import _custom_ops
-
-    q_MK, s_M1, _ = _custom_ops.scaled_int8_quant(x_MK.contiguous(), symmetric=True)
-    return _custom_ops.cutlass_scaled_mm(q_MK, w_NK.t(), scale_a=s_M1, scale_b=s_N1, out_dtype=torch.bfloat16)
 
 
 _CLASSES: dict[str, type[LinearFormat]] = {"fp8-block": BlockFp8, "fp8-channel": ChannelFp8, "int8-channel": ChannelInt8}

@@ -22,8 +22,9 @@ from jetrl_patch.adapters.vllm.fixes import unpacked
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.adapters.vllm.ops import ExactLinearMethod
 from jetrl_patch.adapters.vllm.postload import absorb, made
-from jetrl_patch.adapters.vllm.shards import Shard, hf_name, hf_names, shards_of, vllm_names
+from jetrl_patch.adapters.vllm.shards import Shard, hf_name, hf_names, shards_of
 from jetrl_patch.errors import AuditError, SyncError, explain
+from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.patching.attached import Attached
 from jetrl_patch.sync.digest import Pieces, Rect, as_2d
 from jetrl_patch.sync.protocol import dtype_name
@@ -246,8 +247,10 @@ class VllmInstaller:
         mapper, first = getattr(self.model, "hf_to_vllm_mapper", None), dict(self.model.named_parameters())
         again = (name.rpartition(".") for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in first)
         tied = {f"{hf_name(module, mapper)}.{leaf}" for module, _, leaf in again}
-        named = ((name, weight) for name, weight in weights if name not in tied)
-        self._loaded |= set(self.model.load_weights(vllm_names(self.model, named)))
+        kind = type(self.model).__name__
+        family = next((family for family in FAMILIES.values() if family.causal_lm == kind), LLAMA_LIKE)
+        stored = ((family.to_stored(name), weight) for name, weight in weights if name not in tied)
+        self._loaded |= set(self.model.load_weights(stored))
 
     def finish(self) -> None:
         """Check completeness, and recompute what vLLM derives from the weights.
@@ -273,14 +276,10 @@ class VllmInstaller:
         now = _addresses(self.model)
         moved = [name for name, address in self._captured.items() if now.get(name) != address]
         if moved:
-            raise SyncError(
-                explain(
-                    "a weight sync into an engine with captured graphs",
-                    required="every tensor at the address that the graphs read",
-                    found=f"{len(moved)} elsewhere ({', '.join(moved[:3])})",
-                    fix="set enforce_eager=True and decode_graphs=False",
-                )
-            )
+            what = "a weight sync into an engine with captured graphs"
+            required = "every tensor at the address that the graphs read"
+            found, fix = f"{len(moved)} elsewhere ({', '.join(moved[:3])})", "set enforce_eager=True and decode_graphs=False"
+            raise SyncError(explain(what, required=required, found=found, fix=fix))
 
     @torch.no_grad()
     def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:

@@ -80,14 +80,9 @@ class ExactRotaryEmbedding(RotaryEmbedding):
         frequencies = ops.rope_frequencies(model.hf_text_config)
         width = 2 * frequencies.shape[0]
         if not self.is_neox_style or self.rotary_dim != width:
-            raise ModelError(
-                explain(
-                    "align='exact' in vLLM",
-                    required=f"the trainer's rotary embedding (rotary_dim={width}, neox=True)",
-                    found=f"rotary_dim={self.rotary_dim}, neox={self.is_neox_style}",
-                    fix="use align='linear'",
-                )
-            )
+            required = f"the trainer's rotary embedding (rotary_dim={width}, neox=True)"
+            found = f"rotary_dim={self.rotary_dim}, neox={self.is_neox_style}"
+            raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix="use align='linear'"))
         positions = max(self.max_position_embeddings, model.max_model_len)
         return torch.stack(ops.rotary_table(frequencies, positions))
 

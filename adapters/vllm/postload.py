@@ -109,18 +109,13 @@ _LIVE = (
 
 def check_layers(model: torch.nn.Module) -> None:
     """Raise ModelError for a loaded vLLM model with a layer of which a weight sync would update only a part."""
-    found = {kind: name for name, kind in _transformed(model)}
-    if found:
-        kind, name = next(iter(found.items()))
-        more = f" and {len(found) - 1} more kinds" if len(found) > 1 else ""
-        raise ModelError(
-            explain(
-                f"weight sync to {type(model).__name__}",
-                required="layers that compute with their weights as loaded",
-                found=f"{kind} ({name or 'the model'}){more}, which vLLM transforms after loading",
-                fix=f"use another model, or {UNQUANTIZED}",
-            )
-        )
+    kinds = {kind: name for name, kind in _transformed(model)}
+    if kinds:
+        kind, name = next(iter(kinds.items()))
+        more = f" and {len(kinds) - 1} more kinds" if len(kinds) > 1 else ""
+        what, required = f"weight sync to {type(model).__name__}", "layers that compute with their weights as loaded"
+        found = f"{kind} ({name or 'the model'}){more}, which vLLM transforms after loading"
+        raise ModelError(explain(what, required=required, found=found, fix=f"use another model, or {UNQUANTIZED}"))
 
 
 def _transformed(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -98,14 +98,9 @@ class JetrlQuantConfig(QuantizationConfig):
     ) -> None:
         """Raise ConflictError if the checkpoint is quantized already and this quantization was requested."""
         if user_quant in QUANTIZATIONS:
-            raise ConflictError(
-                explain(
-                    f"checkpoint for quantization={user_quant!r}",
-                    required="BF16 weights",
-                    found=f"quant_method={hf_quant_cfg.get('quant_method')!r} in its config.json",
-                    fix="use the BF16 checkpoint",
-                )
-            )
+            what, method = f"checkpoint for quantization={user_quant!r}", hf_quant_cfg.get("quant_method")
+            found = f"quant_method={method!r} in its config.json"
+            raise ConflictError(explain(what, required="BF16 weights", found=found, fix="use the BF16 checkpoint"))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Keep the first name map, that of the whole model: vLLM builds it before the models inside it."""

@@ -68,14 +68,13 @@ def choose_sum(device: torch.device) -> None:
     if ranks == 1:
         return
     comm = _communicator()
-    reasons = gathered(_unfit(comm, ranks))
+    reasons, limits = zip(*gathered((_unfit(comm, ranks), getattr(comm, "max_size", 0))), strict=True)
     if not any(reasons):
         assert comm is not None
-        limits = gathered(comm.max_size)
-        reasons = [] if len({*limits}) == 1 else [f"the buffers of the ranks have {limits} bytes"]
-    if not any(reasons):
-        assert comm is not None
-        reasons = gathered(_difference(comm, device))
+        if len({*limits}) == 1:
+            reasons = tuple(gathered(_difference(comm, device)))
+        else:
+            reasons = (f"the buffers of the ranks have {list(limits)} bytes",)
     for rank, reason in enumerate(reasons):
         if reason:
             words = "jetrl_patch: the FP32 sums of %d ranks are gathered, not added in one shot: %s (rank %d)"

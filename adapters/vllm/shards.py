@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE
+from jetrl_patch.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    import torch
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.models.utils import WeightsMapper
 
@@ -37,14 +36,6 @@ def hf_name(name: str, mapper: WeightsMapper | None) -> str:
             if mapper.apply_list([found]) == [name]:
                 return found
     return name
-
-
-def vllm_names(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rename weights from transformers' names to those that ``model.load_weights`` knows."""
-    kind = type(model).__name__
-    family = next((family for family in FAMILIES.values() if family.causal_lm == kind), LLAMA_LIKE)
-    for name, weight in weights:
-        yield family.to_stored(name), weight
 
 
 # ---- Shards: rectangles of Hugging Face weights in a fused, tensor-parallel layer ----------------

@@ -103,12 +103,13 @@ def test_stock_beside_a_mode_with_the_cost_of_both(folder: Path, jobs: list[Job]
 def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function from a job to the arguments that its engine would get on a GPU, or here."""
     import vllm
+    from vllm.platforms import current_platform
 
     monkeypatch.setattr(vllm, "LLM", lambda **settings: settings)
     monkeypatch.setattr(sample, "_config", lambda _: SimpleNamespace())
 
     def arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
-        monkeypatch.setattr(sample, "_on_cpu", lambda: on_cpu)
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
         found: dict[str, Any] = sample.build_engine(job, 128)
         return found
 
