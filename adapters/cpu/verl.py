@@ -151,14 +151,14 @@ FOR_TORCH = (
         "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__", _fsdp1_init, fixes="torch",
         reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; on a CPU there is nothing "
         "to offload",
-        remove_when="torch's FSDP1 calls pin_memory only when there is an accelerator",
+        remove_when="torch's FSDP1 calls pin_memory only if there is an accelerator",
     ),
 )
 
 FOR_VERL = (
     CpuPatch(
         "verl.utils.model", "load_valuehead_model", _load_valuehead_model, fixes="verl",
-        reason="verl loads every critic with flash attention, whatever its configuration says, and blames a missing trl if "
+        reason="verl loads every critic with flash attention, whatever its configuration says, and blames a missing trl when "
         "that fails. A critic that only trl can load is not covered",
         upstream="https://github.com/verl-project/verl/issues/5210",
         remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",

@@ -145,7 +145,7 @@ def _is_silu(activation: object) -> bool:
 #     residual = x;  x = self.norm(x)      becomes      x, residual = passed(self.norm, x)
 #
 # Values and gradients keep their bits. There is no table of families: a block qualifies if its source has these two statements in
-# a row. The class keeps its name, by which FSDP and the frameworks find blocks.
+# a row. The class keeps its name, because FSDP and the frameworks find blocks by name.
 
 _PASSED = "jetrl_passed"
 
@@ -161,7 +161,8 @@ def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
     """Make norms add the gradients of their blocks' residuals, in place. Returns the names of the changed blocks."""
     if not producers.available(backend, device_type):
         return []
-    blocks = {name: (module, block) for name, module in model.named_modules() if (block := _block(type(module))) is not None}
+    kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
+    blocks = {name: (model.get_submodule(name), block) for name, kind in kinds.items() if (block := _block(kind)) is not None}
     served = set()
     for module, block in blocks.values():
         for norm in map(module._modules.get, block.norms):
@@ -237,7 +238,8 @@ def rotate_together(model: nn.Module, backend: str, device_type: str) -> list[st
         return []
     changed = []
     for name, module in model.named_modules():
-        if (behavior := _behavior(type(module))) is not None:
+        kind: Any = type(module)
+        if (behavior := _behavior(kind)) is not None:
             swap(module, behavior)
             changed.append(name)
     return changed

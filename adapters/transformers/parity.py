@@ -156,7 +156,7 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
         progress.done(done)
         return _step(scored - rollout, parts, states, exact_states)
 
-    alone, taken = {}, {}  # op -> the step in which only this op is stock; the step in which it and all later ops are
+    alone, taken = {}, {}  # op -> step with only this op stock; op -> step with it and all later ops stock
     for op in ops[1:-1]:
         restore = _make_stock(model, op)
         alone[op] = measure({op})

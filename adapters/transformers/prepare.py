@@ -246,7 +246,7 @@ def _check_exact(model: Any) -> dict[str, type]:
 
     te = next((name for name, module in model.named_modules() if is_te_linear(module)), None)
     if te is not None:
-        found, fix = f"TransformerEngine in {te}, whose GEMM is not", "use align='linear'"
+        found, fix = f"TransformerEngine in {te}, whose GEMM depends on the batch", "use align='linear'"
         raise ModelError(explain("align='exact'", required="batch-invariant GEMMs", found=found, fix=fix))
     family = check_family(model.config)
     kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary, family.mlp: modules.ExactMLP}

@@ -14,7 +14,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-#: arguments that are accepted in every mode, by the reason why they affect neither what is computed nor how weights are loaded
+#: reason -> arguments that are accepted in every mode: they affect neither the computation nor the loading of weights
 FREE: dict[str, str] = {
     "how much memory the KV cache gets": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override watermark",
     "when a token is computed and in which batch: an exact op gives a row the same bits in every batch": (
@@ -53,7 +53,7 @@ FREE: dict[str, str] = {
     ),
 }
 
-#: accepted unless trainer and rollout must be bit-equal
+#: the same, for modes in which trainer and rollout need not be bit-equal
 KERNELS: dict[str, str] = {
     "which kernel of the same formula runs outside the linears": (
         "attention_backend block_size disable_custom_all_reduce disable_cascade_attn"

@@ -19,7 +19,7 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 
-# ---- What every device shares --------------------------------------------------------------------
+# ---- On every device -----------------------------------------------------------------------------
 
 class _ExactImpl:
     """Causal BF16 attention over whole contexts. It refuses, by name, every feature that would change the formula."""

@@ -105,7 +105,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     Raises:
         ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
         ConfigError: a dtype other than BF16 is set.
-        VersionError: experts are to be returned, and this vLLM cannot return those of the plugin's router.
+        VersionError: the engine shall return the chosen experts, and this vLLM cannot return those of the plugin's router.
     """
     set_arguments(args, config)
     if not config.quantized_rollout:

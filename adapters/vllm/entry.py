@@ -1,7 +1,7 @@
 """The ``vllm.general_plugins`` entry point, which vLLM calls in the API process, in EngineCore and in every worker.
 
-vLLM logs and skips a plugin whose *import* fails, so importing this file does nothing that can fail. vLLM does
-propagate what *calling* the plugin raises, so ``register`` does all the work.
+vLLM logs and skips a plugin whose *import* fails, so importing this file does nothing that can fail. But vLLM propagates errors
+from *calling* the plugin, so ``register`` does all the work.
 """
 
 from __future__ import annotations

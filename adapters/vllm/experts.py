@@ -325,7 +325,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         name, scales = piece.shard.name, None
         if self.plain is not None:
             loaded = finite_bf16(name, loaded)
-        elif loaded.dtype != FP8:  # quantize the whole matrix, so that its bytes do not depend on the split
+        elif loaded.dtype != FP8:  # quantize the whole matrix: its bytes must not depend on the split
             loaded, scales = self.format.quantize(finite_bf16(name, loaded).to(piece.weight.device).contiguous())
         self._copy(f"{name}.weight", piece.weight, loaded, piece.shard, piece.shard.col0)
         if scales is not None:

@@ -167,7 +167,7 @@ class _Compared:
 # ---- Keep vLLM from serving a graph that it compiled under other settings ------------------------
 # vLLM keeps compiled graphs on disk and finds them by a hash of its configuration (``VllmConfig.compute_hash``), which leaves out
 # the settings of the quantization and of this plugin. The scale format, the backend and the fused ops are constants of a graph:
-# without this, an engine could run a graph with those of an earlier run.
+# without this, an engine could run a graph that was compiled with other ones.
 
 #: our key in ``additional_config``, which vLLM hashes completely
 KEY = "jetrl_patch"

@@ -103,7 +103,7 @@ def _of_linear(layer: Any, prefix: str, names: list[str], sent: Sent) -> Iterato
 def _add(
     pieces: Pieces, name: str, announced: tuple[tuple[int, ...], str], rows: slice, columns: slice, data: torch.Tensor
 ) -> None:
-    """Add one piece if its shape and dtype are the announced ones. ``slice(None)`` means all rows or columns.
+    """Add one piece if it has the announced shape and dtype. ``slice(None)`` means all rows or columns.
 
     A tensor held in FP32 but sent in BF16 is compared in BF16, after a check that the cast loses nothing.
     """
@@ -188,7 +188,7 @@ def _prepare(linear: RowParallelLinear | ColumnParallelLinear, method: Quantized
         layer.weight = holder.weight
         layer.quant_method = bf16
         _GUARDED.set(layer, method.names)
-        bf16.process_weights_after_loading(layer)  # so that vLLM packs the weight again after later loads
+        bf16.process_weights_after_loading(layer)  # vLLM then packs the weight after every load
 
     return functools.partial(install, linear)
 
@@ -225,7 +225,7 @@ class VllmInstaller:
 
     @torch.no_grad()
     def poison(self) -> None:
-        """Fill every parameter with NaN, including quantized weights and scales, so that an unwritten one shows."""
+        """Fill every parameter with NaN, also quantized weights and scales. A parameter that stays unwritten then shows."""
         self._loaded = set()
         for layer, method in expert_modules(self.model):
             method.expect(layer)

@@ -163,13 +163,13 @@ class ExactLinearMethod(UnquantizedLinearMethod):
 # ---- Norms and activations that quantize their result for the next FP8 linear, in one launch -----
 # A norm qualifies if only one of vLLM's linear layers reads it (``Family.readers``); only ``down_proj`` reads silu(gate) * up. In
 # a loaded model such a module gets a class that returns a ``Quantized``. vLLM's model code passes it on unread, and
-# ``QuantizedLinearMethod`` multiplies it. vLLM has a carrier of its own (``QuantizedActivation``), since 0.30 and only for its
-# own formats.
+# ``QuantizedLinearMethod`` multiplies it. Since 0.30 vLLM has a similar class (``QuantizedActivation``), but only for its own
+# formats.
 #
 # A module is left alone if its linear is not quantized, if the device has no such kernels, or if they do not support the width.
 # It runs its original code if the precision guard has moved the linear to BF16, or if the kernels do not support a tensor. In
-# exact mode fusing changes no byte. With ``align="linear"`` the values are those of the trainer's fused kernels, which vLLM's
-# kernels sometimes round to a neighbor.
+# exact mode fusing changes no byte. With ``align="linear"`` the fused kernels have the trainer's values; vLLM's kernels sometimes
+# round to a neighbor.
 
 #: activation of a block -> the only linear that reads it
 ACTIVATIONS = {"act_fn": ("down_proj",)}

@@ -108,7 +108,7 @@ _LIVE = (
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raise ModelError for a loaded vLLM model with a layer of which a weight sync would update only a part."""
+    """Raise ModelError for a loaded vLLM model with a layer that a weight sync would update only in part."""
     kinds = {kind: name for name, kind in _transformed(model)}
     if kinds:
         kind, name = next(iter(kinds.items()))

@@ -48,7 +48,7 @@ def quantization_name(config: Config) -> str:
 
 
 class JetrlQuantConfig(QuantizationConfig):
-    """The plugin's settings inside vLLM. vLLM pickles it for every worker, whose own settings must be equal."""
+    """The plugin's settings inside vLLM. vLLM pickles it for every worker. The worker's own settings must be equal."""
 
     _packed: ChainMap[str, list[str]]
 
@@ -224,7 +224,7 @@ def _exact(journal: Journal) -> None:
         "ReplicatedLinear": (ExactReplicatedLinear, "routers that are built without a quantization"),
     }.items():
         _claim(journal, custom_op.op_registry_oot, name, op, f"vllm out-of-tree op {name!r}", reason)
-    # get_rope() caches modules, so a later engine would get those of an earlier one, with the original class.
+    # get_rope() caches modules, so a later engine would get an earlier engine's modules, with the original class.
     journal.set_attr(
         rotary_embedding,
         "_ROPE_DICT",

@@ -58,7 +58,7 @@ def sum_over_ranks(partial_MN: torch.Tensor) -> torch.Tensor:
 
 
 def choose_sum(device: torch.device) -> None:
-    """Test the one-shot sum on this engine's ranks, and use it from now on if all bits equal those of gathering.
+    """Test the one-shot sum on this engine's ranks, and use it from now on if it has the bits of gathering.
 
     The ranks decide together, so all of them must call this. It logs the decision and the reason.
     """
