@@ -182,6 +182,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         ConflictError: vLLM's batch-invariant kernels are on.
         ConfigError: the dtype is not BF16, or the device lacks the ops of exact mode.
     """
+    from vllm import envs
     from vllm.platforms import current_platform
 
     check_resolved(vllm_config, config)
@@ -189,7 +190,10 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     check_structure(model.hf_config, config)
-    _refuse_batch_invariance()
+    if envs.VLLM_BATCH_INVARIANT:
+        what, required = "VLLM_BATCH_INVARIANT with a quantized rollout", "the kernels that the trainer shares"
+        found, fix = "'1', which replaces torch's operators only in the engine", "unset it; align='exact' does not need it"
+        raise ConflictError(explain(what, required=required, found=found, fix=fix))
     family = family_of(model.hf_config) or LLAMA_LIKE
     if family.mixture:
         _check_experts(vllm_config, family)
@@ -233,15 +237,6 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
     sizes = expert_sizes(model.hf_config)
     if sizes is not None:
         split.check(f"the experts of {family.causal_lm}", *sizes)
-
-
-def _refuse_batch_invariance() -> None:
-    from vllm import envs
-
-    if envs.VLLM_BATCH_INVARIANT:
-        what, required = "VLLM_BATCH_INVARIANT with a quantized rollout", "the kernels that the trainer shares"
-        found, fix = "'1', which replaces torch's operators in the engine alone", "unset it; align='exact' does not need it"
-        raise ConflictError(explain(what, required=required, found=found, fix=fix))
 
 
 def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:

@@ -45,11 +45,7 @@ if TYPE_CHECKING:
 # trainer's swap, and the norms, whose subclass is not in the table.
 
 def finish_transformers(model: nn.Module, family: Family) -> None:
-    """Swap the remaining modules of a loaded model, in place.
-
-    Raises:
-        ModelError: a transformers module has no exact counterpart.
-    """
+    """Swap the remaining modules of a loaded model, in place. Raises ModelError if one has no exact counterpart."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind == family.rotary:
