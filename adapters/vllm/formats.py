@@ -261,7 +261,7 @@ class ChannelFp8(LinearFormat):
 
     def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         """By the backend, scales [N, 1]."""
-        return rowwise.channel_fprop(self.backend(x_MK.device), x_MK, w, out_dtype)
+        return self.backend(x_MK.device).fprop(x_MK, w, out_dtype)
 
 
 # ---- INT8 ----------------------------------------------------------------------------------------

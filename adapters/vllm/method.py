@@ -20,7 +20,6 @@ from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8.producers import product
 
 
 @register_weight_loader_v2_supported_method
@@ -86,7 +85,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _product(self, layer: torch.nn.Module, x: torch.Tensor | Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         w = self.format.weight(layer)
         if isinstance(x, Quantized):  # from the backend that ``format.producers`` returned
-            return product(x, w, self.format.backend(w.q.device), out_dtype)
+            return self.format.backend(w.q.device).fprop(x, w, out_dtype)
         return self.format.product(x, w, out_dtype)
 
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:

@@ -198,7 +198,7 @@ def _quantizers(machine: Machine, name: str, M: int, K: int) -> Iterator[Row]:
     functions = backend.quantize_activation, backend.quantize_tokens, backend.quantize_weight
     calls: dict[str, Call] = {way: lambda i, f=f: f(x, FORMAT) for way, f in zip(QUANTIZERS, functions, strict=True)}
     if isinstance(backend, GpuBackend) and (kernels := backend.quantizers(x)) is not None:
-        calls[TWO_LAYOUTS] = lambda i: kernels.quantize_both(x, FORMAT, columns=backend.columns, pad=True)
+        calls[TWO_LAYOUTS] = lambda i: kernels.quantize_both(x, FORMAT, columns=backend.columns)
     for row in timed_rows(machine, {}, calls, lambda way: traffic((4 if way == TWO_LAYOUTS else 3) * M * K)):
         shown = {key: row[key] for key in ("us", "GB/s", "note")}
         yield {"way": name, "quantizer": row["way"], "M, K": f"{M}, {K}", **shown, "of the copy": row["of the ceiling"]}

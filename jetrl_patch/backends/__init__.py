@@ -18,7 +18,7 @@ _LOADED: dict[str, Backend] = {}
 #: name -> module and class
 _CLASSES = {
     "native": ("cpu", "NativeBackend"),
-    "torch": ("cpu", "TorchBackend"),
+    "torch": ("base", "Backend"),
     "triton": ("gpu", "TritonBackend"),
     "deep_gemm": ("deep_gemm", "DeepGemmBackend"),
     "cublaslt": ("cublaslt", "CublasLtBackend"),
@@ -32,8 +32,8 @@ def choose_backend(name: str, device_type: str) -> str:
     """Resolve ``Config.backend`` to a backend's name for this device type.
 
     "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
-    Triton kernels on Hopper, and the torch reference everywhere else. Every weight sync's manifest contains the choice, so
-    processes that chose differently stop.
+    Triton kernels on Hopper, and the torch reference everywhere else. The manifest of every weight sync contains the choice, so a
+    run stops if its processes chose differently.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot run here.
@@ -45,14 +45,13 @@ def choose_backend(name: str, device_type: str) -> str:
         raise ConfigError(f"backend={name!r} is unknown. Choose one of auto, native, torch, {', '.join(CHECKS)}.")
     if name == "torch":
         return name
-    if device_type != "cpu":
-        if name == "native":
-            found = f"device type {device_type!r}"
-            raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
-        return _on_gpu(name)
-    if name in CHECKS:
-        found = f"device type {device_type!r}"
+    on_cpu, found = device_type == "cpu", f"device type {device_type!r}"
+    if on_cpu and name in CHECKS:
         raise ConfigError(explain(f"backend={name!r}", required="a CUDA device", found=found, fix='use "native" or "torch"'))
+    if not on_cpu and name == "native":
+        raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
+    if not on_cpu:
+        return _on_gpu(name)
     ok, reason = build.available()
     if not ok and name == "native":
         raise ConfigError(f"backend={name!r} cannot run here: {reason}")
@@ -87,7 +86,7 @@ def _say_slow(reasons: str) -> None:
 
 @functools.cache
 def _say_next(first: str, reason: str, served: str, installed: bool) -> None:
-    """Say once per process that the best backend is not used; a warning if it is there but cannot run."""
+    """Say once per process that the best backend is not used. A warning if it is installed but cannot run."""
     level = logging.WARNING if installed else logging.INFO
     logger.log(level, 'backend="auto": %s is not used (%s); %s serves', first, reason, served)
 

@@ -1,7 +1,7 @@
 """The interface of a backend: the quantizers and the three GEMMs of a linear layer.
 
 Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). Operands are row-major and of type
-``Quantized``; the layouts of their scales are in ``backends.quantize``.
+``Quantized``. ``backends.quantize`` lists the layouts of their scales.
 
 | GEMM  | output  | left operand              | right operand             | contracts over |
 | FProp | Y [M,N] | X e4m3 [M,K], s [M,G]     | W e4m3 [N,K], s [N,G]     | K              |
@@ -11,72 +11,87 @@ Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jetrl_patch.backends import quantize
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.backends.rowwise import quantize_fp8_rows
 from jetrl_patch.kernels.formats import ScaleFormat
 
 #: dY as DGrad reads it, layout "rows", and as WGrad reads it, layout "transposed"
 BothLayouts = tuple[Quantized, Quantized]
 
 
-class Backend(ABC):
-    """Base class. Each row of an FProp result must depend only on its own input row; DGrad and WGrad run only in the trainer.
+class Backend:
+    """The reference formulas, in FP64 on any device: slow, but always available. Faster backends replace its methods.
 
-    DGrad and WGrad quantize dY in the scale format of their other operand.
+    They must keep the bits of the quantizers, and each row of FProp must depend only on its own input row. DGrad and WGrad run
+    only in the trainer. They quantize dY in the scale format of their other operand.
     """
 
-    name: str
-    #: whether FProp reads a weight's scales per block where it has them
+    name = "torch"
+    #: whether FProp can read a weight's scales per block
     blocks = False
-    #: whether DGrad reads W^T, and makes it from W unless the weight has it
+    #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M rounded up to 4)
+    columns = False
+    #: whether DGrad reads W^T. It transposes W if the weight has no W^T
     reads_transposed = False
 
-    @abstractmethod
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """As ``backends.quantize.quantize_activation``, bit for bit."""
+        """See ``quantize.quantize_activation``."""
+        return quantize.quantize_activation(x_MK, scale_format)
 
-    @abstractmethod
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """As ``backends.quantize.quantize_tokens``, bit for bit."""
+        """See ``quantize.quantize_tokens``."""
+        return quantize.quantize_tokens(x_MK, scale_format)
 
-    @abstractmethod
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """As ``backends.quantize.quantize_weight``, bit for bit."""
+        """See ``quantize.quantize_weight``."""
+        return quantize.quantize_weight(w_NK, scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """``quantize_weight`` with W^T as ``dgrad`` reads it; only if ``reads_transposed``."""
+        """``quantize_weight``, with W^T as ``dgrad`` reads it. Only if ``reads_transposed``."""
         raise NotImplementedError
 
-    @abstractmethod
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         """FProp: Y [M, N] in BF16 or FP32 (an unrounded partial sum). See ``quantize.fprop``.
 
-        Scales of W per block or a packed W give the same bits as scales per row and plain bytes.
+        The bits do not depend on whether the scales of W are per block or per row, or on whether W is packed.
 
         Args:
             splits: ranges of K whose FP32 sums are added in ascending order.
         """
+        return quantize.fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits)
+
+    def fprop(
+        self, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
+    ) -> Tensor:
+        """``gemm`` of an activation [M, K]. BF16 is quantized first, in the scale format and granularity of the weight."""
+        if isinstance(x_MK, Tensor):
+            quantizer = quantize_fp8_rows if w.layout == "channels" else self.quantize_activation
+            x_MK = quantizer(x_MK, w.scale_format)
+        return self.gemm(x_MK, w, out_dtype, splits)
 
     def pack(self, w: Quantized) -> Tensor | None:
         """A copy of W laid out as FProp reads it fastest, for ``Quantized.packed``. It does not follow later writes to W.
 
-        None: W already lies so, or holds NaN.
+        None if W already has this layout, or holds NaN.
         """
         return None
 
-    @abstractmethod
     def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dX [M, K] from the BF16 output gradient, which this method quantizes in 1x128 groups along N."""
+        return quantize.dgrad(*self.quantize_activation(dy_MN, w.scale_format), *w).to(out_dtype)
 
-    @abstractmethod
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K]. Requantizes the saved activation from 1x128 to 128x1 groups and quantizes dY in 128x1 groups."""
+        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16)
+        dy, again = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
+        return quantize.wgrad(*dy, *again).to(out_dtype)
 
     def gradients(
         self,
@@ -92,39 +107,36 @@ class Backend(ABC):
         Args:
             w: None if dX is not wanted.
             dtypes: of dX and dW; None if dW is not wanted.
-            main: as for ``weight_gradient``.
-            both: dY in both layouts if its producer quantized it. A backend that does not read it quantizes dY.
+            main: a main gradient, FP32 [N, K]. dW is added to it in FP32, and None is returned for dW.
+            both: dY in both layouts, if the operation that made dY quantized it. A backend that cannot use it quantizes dY.
         """
         dx = None if w is None else self.dgrad(dy_MN, w, dtypes[0])
-        return dx, None if dtypes[1] is None else self.weight_gradient(dy_MN, x, dtypes[1], main)
-
-    def weight_gradient(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype, main: Tensor | None) -> Tensor | None:
-        """``wgrad``. With a main gradient, FP32 [N, K], dW is added to it in FP32, and the result is None."""
-        if main is None:
-            return self.wgrad(dy_MN, x, out_dtype)
+        if dtypes[1] is None or main is None:
+            return dx, None if dtypes[1] is None else self.wgrad(dy_MN, x, dtypes[1])
         main.add_(self.wgrad(dy_MN, x, torch.float32))
+        return dx, None
+
+    def fingerprint(self, w_NK: Tensor) -> int | None:
+        """A value that changes with the weight's bytes. None (the default) if it would cost more than quantizing.
+
+        On a GPU, reading it back would stall the stream, and no key on the host is safe: FSDP2 gathers new values into the same
+        parameter and storage without a new version (``_unsafe_preserve_version_counter``), and ``.data`` writes the same way.
+        So every pass quantizes the weight, which moves 3 bytes per element, unless ``fp8.unchanged`` applies.
+        """
         return None
 
-    @abstractmethod
-    def fingerprint(self, w_NK: Tensor) -> int | None:
-        """A value that changes with the weight's bytes; None if it would cost more than quantizing, or stall the stream."""
-
     def grouped(self, x: Tensor) -> Any:
-        """``jetrl_patch.kernels.gemm_grouped`` if all experts of a mixture run in one launch for ``x``, else None."""
+        """``jetrl_patch.kernels.gemm_grouped`` if all experts of a mixture can run in one launch on the device of ``x``."""
         return None
 
     def block_scales(self, s_NG: Tensor) -> Tensor:
-        """Scales per block [ceil(N/128), G] from scales per row, for a weight whose rows share them; only if ``blocks``."""
-        raise NotImplementedError
+        """See ``quantize.block_scales``. Only if ``blocks``."""
+        return quantize.block_scales(s_NG)
 
     def give_up_few_rows(self) -> bool:
         """Stop using the kernels for few rows, because a trial found other bits. Returns whether any were in use."""
         return False
 
     def compiled_rows(self, most: int) -> Sequence[int]:
-        """Batch sizes up to ``most`` with which FProp compiles every kernel that it may need; by default none."""
+        """Batch sizes up to ``most`` that together make FProp compile every kernel it may need. None by default."""
         return ()
-
-    def fprop(self, x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1) -> Tensor:
-        """Quantize a BF16 activation [M, K] in the weight's scale format and multiply, as a rollout's linear layer does."""
-        return self.gemm(self.quantize_activation(x_MK, w.scale_format), w, out_dtype, splits)

@@ -1,4 +1,7 @@
-"""Requirements of each GPU backend and of the exact ops: ``check_*() -> (ok, reason)``, as in ``native.machine``."""
+"""What each GPU backend and the exact ops require: ``check_*() -> (ok, reason)``, as in ``native.machine``.
+
+The reason is what was found if ok, and what is missing otherwise. No check launches a kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,11 @@ from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.native.machine import Check, check_hopper, check_nvcc
 from jetrl_patch.patching.guards import installed_version
 
-# ---- Requirements of each GPU backend: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.native.machine``
-# The reason describes what was found if ok, and what is missing otherwise. No check launches a kernel.
-
 #: the first cuBLASLt with block scales
 CUDA_OF_CUBLASLT = (12, 9)
 #: the first TransformerEngine with the recipe Float8BlockScaling (Megatron requires the same)
 TE_OF_BLOCKWISE = (2, 3)
-#: DeepGEMM as a package of its own and as bundled with CUDA builds of vLLM, in vLLM's search order
+#: DeepGEMM as a package of its own, and bundled with CUDA builds of vLLM, in vLLM's search order
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 #: the end of a reason that needs no warning
 ABSENT = "is not installed"
@@ -56,7 +56,7 @@ def check_deep_gemm() -> Check:
         return ok, reason
     compiler = ""
     if any(_missing(name) is None for name in DEEP_GEMM):
-        # first: some versions fail at import, without a word, where there is no toolkit
+        # checked first, because without a toolkit some versions fail at import with no message
         ok, compiler = check_nvcc(deep_gemm_version())
         if not ok:
             return ok, compiler
@@ -65,12 +65,12 @@ def check_deep_gemm() -> Check:
 
 
 def deep_gemm_installed() -> bool:
-    """Whether DeepGEMM is installed, also if the package that should hold it is broken."""
+    """Whether DeepGEMM is installed, even if its package is broken."""
     return any((missing := _missing(name)) is None or not missing.endswith(ABSENT) for name in DEEP_GEMM)
 
 
 def deep_gemm_version() -> str | None:
-    """The version that will be imported, read without importing it; None if its file does not say."""
+    """The version that will be imported, read from its file without importing it. None if the file does not say."""
     spec = next((importlib.util.find_spec(name) for name in DEEP_GEMM if _missing(name) is None), None)
     if spec is None or spec.origin is None:
         return None
@@ -79,7 +79,7 @@ def deep_gemm_version() -> str | None:
 
 
 def check_te() -> Check:
-    """Whether TransformerEngine has block scaling, and cuBLASLt, which computes its products, is usable."""
+    """Whether TransformerEngine has block scaling, and cuBLASLt, which computes its products, can run."""
     version = installed_version("transformer_engine")
     if version is None:
         return False, "transformer_engine is not installed"
@@ -98,7 +98,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
 
 
 def find_deep_gemm() -> tuple[Any, str]:
-    """The DeepGEMM module and its name, or None and why. The PyPI package of that name contains no kernels."""
+    """The DeepGEMM module and its name, or None and the reason. The PyPI package of that name has no kernels."""
     reasons = []
     for name in DEEP_GEMM:
         if (missing := _missing(name)) is not None:
@@ -116,7 +116,7 @@ def find_deep_gemm() -> tuple[Any, str]:
 
 
 def _missing(name: str) -> str | None:
-    """Why there is no module ``name`` to import, or None if there is one. Imports its parent packages."""
+    """Why the module ``name`` cannot be imported; None if it can be found. Imports its parent packages."""
     try:
         return f"{name} {ABSENT}" if importlib.util.find_spec(name) is None else None
     except ModuleNotFoundError as error:
@@ -130,14 +130,14 @@ def _broken(name: str, error: Exception) -> str:
     return f"{name} cannot be imported ({type(error).__name__}: {error})"
 
 
-# ---- GPU requirements of the exact ops: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.native.machine``
+# ---- The exact ops ------------------------------------------------------------------------------
 
 #: the oldest capability with BF16 tensor cores that Triton compiles for
 LEAST = (8, 0)
 
 
-def check_exact_cuda() -> tuple[bool, str]:
-    """Whether the Triton kernels that trainer and rollout share can run here. Launches none."""
+def check_exact_cuda() -> Check:
+    """Whether the Triton kernels that trainer and rollout share can run here."""
     if not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no CUDA device"
     if torch.version.hip is not None:
@@ -153,17 +153,12 @@ def check_exact_cuda() -> tuple[bool, str]:
 def refuse_exact_on(device_type: str) -> None:
     """Raise ConfigError for a device without the ops that trainer and rollout share in exact mode.
 
-    On CUDA this checks that they can run. ``jetrl_patch.exact.trial`` checks that they are exact before an engine serves.
+    On CUDA, this checks that they can run. ``exact.trial`` checks that they are exact before an engine serves.
     """
     if device_type == "cpu":
         return
     ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
     if not ok:
-        raise ConfigError(
-            explain(
-                f"align='exact' on {device_type.upper()}",
-                required="a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton",
-                found=reason,
-                fix=f"use align='linear' on {device_type.upper()}",
-            )
-        )
+        what, fix = f"align='exact' on {device_type.upper()}", f"use align='linear' on {device_type.upper()}"
+        required = "a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton"
+        raise ConfigError(explain(what, required=required, found=reason, fix=fix))

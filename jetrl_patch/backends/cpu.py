@@ -1,49 +1,16 @@
-"""The backends that run anywhere: the C kernels on a CPU, and the reference formulas on any device."""
+"""The CPU backend: C kernels for the quantizers and FProp, torch products of exact BF16 operands for the gradients."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from jetrl_patch.backends import quantize
 from jetrl_patch.backends.base import Backend
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
 from jetrl_patch.native import ops
 from jetrl_patch.native.build import multiplies_bf16
 
-# ---- The torch backend: the reference formulas, unchanged, on any device. Slow, but always available
-
-class TorchBackend(Backend):
-    """Sums each block in FP64, exactly and in any order, so rows cannot depend on their neighbours."""
-
-    name = "torch"
-
-    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return quantize.quantize_activation(x_MK, scale_format)
-
-    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return quantize.quantize_tokens(x_MK, scale_format)
-
-    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return quantize.quantize_weight(w_NK, scale_format)
-
-    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
-        return quantize.fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits)
-
-    def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return quantize.dgrad(*self.quantize_activation(dy_MN, w.scale_format), *w).to(out_dtype)
-
-    def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
-        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16)
-        dy, again = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
-        return quantize.wgrad(*dy, *again).to(out_dtype)
-
-    def fingerprint(self, w_NK: Tensor) -> int | None:
-        return None
-
-
-# ---- The CPU backend: C kernels for the quantizers and FProp, torch matmuls on exact BF16 operands for the gradients
 
 class NativeBackend(Backend):
     """Rows are independent by construction (see ``kernels.c``)."""
@@ -74,7 +41,7 @@ class NativeBackend(Backend):
         return torch.mm(g_MN, w_NK).to(out_dtype)
 
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
-        # FP32 operands keep the FP32 sums
+        # torch.mm returns the dtype of its operands, so an FP32 dW needs FP32 operands
         exact = _exact_dtype(x.scale_format) if out_dtype == torch.bfloat16 else torch.float32
         x_MK = ops.dequantize(x.q, x.s, 1, BLOCK, torch.bfloat16)
         quantized = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
@@ -86,8 +53,8 @@ class NativeBackend(Backend):
 
 
 def _exact_dtype(scale_format: ScaleFormat) -> torch.dtype:
-    """A dtype for q * s: BF16 is exact for "pow2" (4 significant bits times a power of two); "fp32" needs FP32, rounded once.
+    """A dtype for q * s: BF16 is exact for "pow2" (4 significant bits times a power of two). "fp32" needs FP32, rounded once.
 
-    A processor that does not multiply BF16 takes ten times as long in it as in FP32; the sums are FP32 either way.
+    On a processor that does not multiply BF16, FP32 is ten times as fast. The sums are FP32 either way.
     """
     return torch.bfloat16 if scale_format == "pow2" and multiplies_bf16() else torch.float32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,8 +20,8 @@ from jetrl_patch.kernels.formats import FP8, ScaleFormat, check_fprop, split_wid
 # | 1x128   | [M, K/128], strides (1, M) | [N, K/128], strides (1, N)                                             |
 # | 128x128 |                          | [L, N/128], strides (1, L), L = K/128 rounded up to 4 (older torch reads past less) |
 #
-# FProp uses 1x128 for the weight too: with scales per row any slice of rows stays correct. cuBLASLt chooses
-# its kernel by shape and does not guarantee that rows are independent; ``row_equality`` tests it on the machine.
+# FProp uses 1x128 for the weight too: with scales per row, any slice of rows keeps its scales. cuBLASLt chooses its kernel by
+# shape and does not promise independent rows. ``row_equality`` tests that on the machine.
 
 #: ``scaled_mm`` requires a's row count to be a multiple of this
 HEIGHT = 8
@@ -34,15 +36,9 @@ class CublasLtBackend(GpuBackend):
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         check_fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
         K = w.shape[1]
-        step = split_width(K, splits)
-        total: Tensor | None = None
-        for k in range(0, K, step):
-            dtype = out_dtype if splits == 1 else torch.float32
-            a, b = (operand.columns(k, k + step) for operand in (x, w))
-            part = row_product(a.q, a.s, b.q, b.s, dtype)
-            total = part if total is None else total + part
-        assert total is not None
-        return total.to(out_dtype)
+        step, dtype = split_width(K, splits), out_dtype if splits == 1 else torch.float32
+        operands = ((x.columns(k, k + step), w.columns(k, k + step)) for k in range(0, K, step))
+        return functools.reduce(torch.add, (row_product(*a, *b, dtype) for a, b in operands)).to(out_dtype)
 
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w.shape)
@@ -77,9 +73,9 @@ def _columns(s: Tensor) -> Tensor:
 
 
 # ---- The rollout's counterpart of TransformerEngine's layers: TransformerEngine's quantizer and cuBLASLt
-# The trainer keeps TransformerEngine's own layers. The rollout uses this backend under the same name, so both sides report
-# equal settings. TransformerEngine's GEMM for ``Float8BlockScaling`` is cuBLASLt's with block scales. With power-of-two
-# scales this project's quantizers give the same bytes; with FP32 scales this backend calls TransformerEngine's quantizer.
+# The trainer keeps TransformerEngine's own layers, whose GEMM for ``Float8BlockScaling`` is cuBLASLt's with block scales. The
+# rollout uses this backend under the same name, so both sides report equal settings. With power-of-two scales, this project's
+# quantizers give the same bytes. With FP32 scales, this backend calls TransformerEngine's quantizer.
 
 class TeBackend(CublasLtBackend):
     """For the rollout only; ``swap_linears`` refuses it for ``nn.Linear``."""

@@ -8,19 +8,20 @@
 
 DeepGEMM does not check some of its requirements, or only when nvcc compiles a kernel. This module meets them:
 
-- 1D1D reads rows at a distance of K, whatever the strides say: a range of columns has to be copied first;
-- for M <= 32, 1D1D's heuristic may take a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
+- 1D1D assumes rows K apart, whatever the strides say: a range of columns is copied first;
+- for M <= 32, 1D1D's heuristic may choose a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
 - 1D1D adds to d in memory. A main gradient is passed as it is; a new d starts as zeros;
 - TMA needs addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4. The quantizing kernels
-  write them so. Other layouts are copied here; DeepGEMM would copy them by a kernel that it compiles for each K.
+  write them so. Other layouts are copied here; DeepGEMM would copy them with a kernel that it compiles for each K.
 
 A dW in BF16 would take zeros, the sum and a cast: 18 bytes moved per element instead of 2. cuBLASLt has the same product, with
-one scale per row and group on both sides, and rounds inside it. If torch offers it, cuBLASLt computes the BF16 dW, which no
+one scale per row and group on both sides, and rounds inside it. So if torch offers it, cuBLASLt computes the BF16 dW, which no
 other process has to match.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,17 +34,17 @@ from jetrl_patch.backends.capability import check_cublaslt, find_deep_gemm
 from jetrl_patch.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels.formats import BLOCK, FP8, check_fprop, split_width
+from jetrl_patch.kernels.formats import FP8, check_fprop, split_width
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
-#: up to this many rows 1D1D gets ``TILE`` rows
+#: up to this many rows are padded to ``TILE`` for 1D1D
 FEW, TILE = 32, 64
 #: TMA's alignment in bytes, and in FP32 scales
 ALIGN, PITCH = 16, 4
 
 
 class DeepGemmBackend(GpuBackend):
-    """Looks for the module on construction."""
+    """Finds the module when it is constructed."""
 
     name = "deep_gemm"
     columns = True
@@ -67,26 +68,14 @@ class DeepGemmBackend(GpuBackend):
         check_fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
         step = split_width(K, splits)
         check_widths(self.name, K, N)
-        total: Tensor | None = None
-        for k in range(0, K, step):
-            part = self._rows(*x.columns(k, k + step), *w.columns(k, k + step))
-            total = part if total is None else total + part
-        assert total is not None
-        return total.to(out_dtype)
-
-    def block_scales(self, s_NG: Tensor) -> Tensor:
-        """One launch; NaN for a block whose rows differ."""
-        if self.quantizers(s_NG) is None:
-            return block_scales(s_NG)
-        from jetrl_patch.kernels.gemm_common import block_scales as in_one_launch
-
-        return in_one_launch(s_NG)
+        operands = ((x.columns(k, k + step), w.columns(k, k + step)) for k in range(0, K, step))
+        return functools.reduce(torch.add, (self._rows(*a, *b) for a, b in operands)).to(out_dtype)
 
     def compiled_rows(self, most: int) -> Sequence[int]:
         """A kernel is compiled for each [N, K] and tile.
 
         The tile depends on M only through ceil(M / height), for heights of 64, 128 and 256, and of 16 and 32 if M is not above
-        them. Older versions also compare M with the heights and with 512. So all M of one range (64 j, 64 j + 64] share a tile,
+        them. Older versions also compare M with the heights and with 512. So all M in a range (64 j, 64 j + 64] share a tile,
         except at those bounds.
         """
         rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
@@ -103,7 +92,7 @@ class DeepGemmBackend(GpuBackend):
         return self._rows(dy.q, dy.s.t(), x.q, x.s.t()).to(out_dtype)
 
     def add_wgrad_product(self, dy: Quantized, x: Quantized, main: Tensor) -> None:
-        """1D1D adds to a main gradient that TMA can write and that is high enough for its tile."""
+        """1D1D adds to a main gradient that TMA can write and that is high enough for a tile."""
         check_widths(self.name, dy.shape[0], x.shape[0])
         if dy.shape[0] <= FEW or not main.is_contiguous() or main.data_ptr() % ALIGN:
             return super().add_wgrad_product(dy, x, main)
@@ -146,20 +135,5 @@ def pitched(s: Tensor) -> Tensor:
 
 
 def row_major(s: Tensor) -> Tensor:
-    """Scales [R, G] with strides (G, 1), copied if they have others, also in a dimension of 1, which torch calls contiguous."""
+    """Scales [R, G] with strides (G, 1), copied if they have others, even in a dimension of 1, where torch ignores strides."""
     return s if s.stride() == (s.shape[1], 1) else torch.empty_like(s, memory_format=torch.contiguous_format).copy_(s)
-
-
-def block_scales(s_NG: Tensor) -> Tensor:
-    """Convert per-row scales [N, G] to block scales [ceil(N/128), G].
-
-    A block whose rows have different scales (a slice of rows that starts inside a block) has no block scale. It gets NaN,
-    which stays visible, rather than a wrong number, and needs no read-back to the host.
-    """
-    N, G = s_NG.shape
-    whole = N // BLOCK * BLOCK
-    low, high = s_NG[:whole].view(N // BLOCK, BLOCK, G).aminmax(dim=1)
-    if whole < N:
-        rest = s_NG[whole:].aminmax(dim=0)
-        low, high = torch.cat((low, rest.min[None])), torch.cat((high, rest.max[None]))
-    return torch.where(low == high, low, torch.nan)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,97 +17,92 @@ from torch import Tensor
 from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.base import Backend, BothLayouts
 from jetrl_patch.backends.capability import check_triton
-from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.backends.quantize import Quantized, ScaleLayout
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 
 # ---- What the GPU backends share: the quantizers, and the operands of DGrad and WGrad ------------
 
 class GpuBackend(Backend):
-    """Quantizes; subclasses implement ``gemm``, ``dgrad_product`` and ``wgrad_product``."""
-
-    #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M rounded up to 4)
-    columns = False
+    """Quantizes. Subclasses implement ``gemm``, ``dgrad_product`` and ``wgrad_product``."""
 
     reads_transposed = True
 
-    @abstractmethod
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """dX [M, K], BF16 or FP32, from dY in layout "rows" and W in blocks, read transposed if it has that."""
+        """dX [M, K], BF16 or FP32, from dY in layout "rows" and W in blocks; reads W^T if W has it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K], BF16 or FP32, from both operands in layout "transposed"."""
+        raise NotImplementedError
 
     def add_wgrad_product(self, dy: Quantized, x: Quantized, main: Tensor) -> None:
-        """Add the FP32 product to a main gradient, FP32 [N, K]. A product that adds by itself needs no buffer."""
+        """Add the FP32 product to a main gradient, FP32 [N, K]. A kernel that adds needs no buffer."""
         main.add_(self.wgrad_product(dy, x, torch.float32))
 
     def quantizers(self, x: Tensor) -> Any:
-        """``jetrl_patch.kernels.quantize`` if it can run for ``x``; None selects the formulas of ``backends.quantize``."""
+        """``jetrl_patch.kernels.quantize`` if it can run on the device of ``x``. None selects the formulas of the base class."""
         return _kernels() if x.device.type == "cuda" else None
 
     def producers(self, x: Tensor) -> Any:
-        """``jetrl_patch.kernels.norm`` if the quantizers can run for ``x``; None leaves norm and activation unfused."""
+        """``jetrl_patch.kernels.norm`` if the quantizers can run on the device of ``x``. None: no fused norms and activations."""
         return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.norm")
 
     def norm_rows(
         self, x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, scale_format: ScaleFormat
     ) -> tuple[Quantized, Tensor | None]:
-        """``kernels.norm.norm_quantize_rows``, with scales as the product reads them, and the sum with the residual."""
+        """``kernels.norm.norm_quantize_rows`` with scales as the product reads them, and the sum with the residual."""
         from jetrl_patch.kernels.norm import norm_quantize_rows
 
         q, s, total = norm_quantize_rows(x_MK, residual_MK, weight_K, eps, scale_format, self.columns)
         return Quantized(q, s, "rows", scale_format), total
 
     def silu_mul_rows(self, gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """``kernels.silu.silu_mul_quantize_rows``, likewise."""
+        """``kernels.silu.silu_mul_quantize_rows`` with scales as the product reads them."""
         from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 
         made = silu_mul_quantize_rows(gate_MK, up_MK, scale_format, self.columns)
         return Quantized(made.q_MK, made.s_MG, "rows", scale_format)
 
     def grouped(self, x: Tensor) -> Any:
-        """This project's kernels in every GPU backend: the libraries' grouped products read counts back, or choose by them."""
+        """This project's kernels in every GPU backend. The libraries' grouped products read counts back, or choose by them."""
         return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.gemm_grouped")
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         kernels = self.quantizers(x_MK)
         if kernels is None:
-            return quantize.quantize_activation(x_MK, scale_format)
+            return super().quantize_activation(x_MK, scale_format)
         if x_MK.stride(-1) != 1:
             x_MK = x_MK.contiguous()
-        q, s = kernels.quantize_rows(x_MK, scale_format, columns=self.columns)
-        return Quantized(q, s, "rows", scale_format)
+        return Quantized(*kernels.quantize_rows(x_MK, scale_format, columns=self.columns), "rows", scale_format)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        kernels = self.quantizers(x_MK)
-        q, s = (kernels or quantize).quantize_tokens(x_MK, scale_format)
+        q, s = (self.quantizers(x_MK) or quantize).quantize_tokens(x_MK, scale_format)
         return Quantized(q, s, "tokens", scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """Also of a stack [S, N, K] where the kernels run."""
         kernels = self.quantizers(w_NK)
         if kernels is None:
-            return quantize.quantize_weight(w_NK, scale_format)
+            return super().quantize_weight(w_NK, scale_format)
         if w_NK.dtype not in (torch.bfloat16, torch.float32):
             w_NK = w_NK.to(torch.bfloat16)
-        q, s = kernels.quantize_weight(w_NK, scale_format)  # or each of a stack [S, N, K]
-        return Quantized(q, s, "blocks", scale_format)
+        return Quantized(*kernels.quantize_weight(w_NK, scale_format), "blocks", scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
         kernels = self.quantizers(w_NK)
-        if kernels is None:
-            w = self.quantize_weight(w_NK, scale_format)
-            w.transposed = transposed(w.q)
-            return w
-        q, s, q_KN = kernels.quantize_weight_transposed(w_NK, scale_format)
-        return Quantized(q, s, "blocks", scale_format, transposed=q_KN)
+        if kernels is not None:
+            q, s, q_KN = kernels.quantize_weight_transposed(w_NK, scale_format)
+            return Quantized(q, s, "blocks", scale_format, transposed=q_KN)
+        w = self.quantize_weight(w_NK, scale_format)
+        w.transposed = transposed(w.q)
+        return w
 
     def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         """As ``quantize_tokens``, but in WGrad's layout: e4m3 [K, M], with M zero-padded to whole groups."""
         kernels = self.quantizers(x_MK)
         if kernels is not None:
-            q_KM, s_GK = kernels.quantize_tokens(x_MK, scale_format, transposed=True, pad=True)
+            q_KM, s_GK = kernels.quantize_tokens(x_MK, scale_format, transposed=True)
         else:
             x_KM = F.pad(x_MK.t(), (0, groups(x_MK.shape[0]) * BLOCK - x_MK.shape[0]))
             q_KM, s_KG = quantize.quantize_activation(x_KM.contiguous(), scale_format)
@@ -116,7 +110,7 @@ class GpuBackend(Backend):
         return Quantized(q_KM, s_GK, "transposed", scale_format)
 
     def transposed(self, w: Quantized) -> Tensor:
-        """W^T, e4m3 [K, N], if W has none: the libraries need a contiguous contraction dimension."""
+        """W^T, e4m3 [K, N]: the libraries need a contiguous contraction dimension. Makes it if W does not have it."""
         if w.transposed is not None:
             return w.transposed
         if self.quantizers(w.q) is None:
@@ -125,23 +119,30 @@ class GpuBackend(Backend):
 
         return by_tiles(w.q)
 
-    def fprop(self, x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1) -> Tensor:
+    def block_scales(self, s_NG: Tensor) -> Tensor:
+        """In one launch where the kernels run."""
+        if self.quantizers(s_NG) is None:
+            return super().block_scales(s_NG)
+        from jetrl_patch.kernels.gemm_common import block_scales
+
+        return block_scales(s_NG)
+
+    def fprop(
+        self, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
+    ) -> Tensor:
         """As the base class, but one opaque operator in a compiled graph: library calls and TMA descriptors cannot be traced."""
-        if torch.compiler.is_compiling():
-            return _fprop(x_MK, w.q, w.s_rows, self.name, w.scale_format, out_dtype, splits, w.s_blocks)
-        return super().fprop(x_MK, w, out_dtype, splits)
+        if not torch.compiler.is_compiling():
+            return super().fprop(x_MK, w, out_dtype, splits)
+        return opaque_fprop(self.name, x_MK, w, out_dtype, splits)
 
     def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         dy = self.quantize_activation(dy_MN, w.scale_format)
         return self.dgrad_product(dy, w, written(out_dtype)).to(out_dtype)
 
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
-        dw = self.weight_gradient(dy_MN, x, out_dtype, None)
+        _, dw = self.gradients(dy_MN, x, None, (out_dtype, out_dtype))
         assert dw is not None  # there is no main gradient
         return dw
-
-    def weight_gradient(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype, main: Tensor | None) -> Tensor | None:
-        return self._weight_gradient(self.quantize_transposed(dy_MN, x.scale_format), x, out_dtype, main)
 
     def gradients(
         self,
@@ -152,38 +153,32 @@ class GpuBackend(Backend):
         main: Tensor | None = None,
         both: BothLayouts | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As the base class, but reads dY once and writes both of its layouts, or reads the bytes of its producer."""
-        kernels = self.quantizers(dy_MN)
-        if kernels is None or w is None or dtypes[1] is None:
-            return super().gradients(dy_MN, x, w, dtypes, main)
-        if both is None:
-            made = kernels.quantize_both(dy_MN, w.scale_format, columns=self.columns, pad=True)
-            both = both_layouts(made, w.scale_format)
-        dx = self.dgrad_product(both[0], w, written(dtypes[0])).to(dtypes[0])
-        return dx, self._weight_gradient(both[1], x, dtypes[1], main)
-
-    def _weight_gradient(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype, main: Tensor | None) -> Tensor | None:
-        operand = self.regrouped(x) if x.shared is None else x.shared.get(lambda: self.regrouped(x))
-        if main is None:
-            return self.wgrad_product(dy, operand, written(out_dtype)).to(out_dtype)
-        self.add_wgrad_product(dy, operand, main)
-        return None
+        """As the base class, but reads dY once and writes both of its layouts, or uses the bytes it is given."""
+        dx = dw = None
+        kernels, (x_dtype, w_dtype) = self.quantizers(dy_MN), dtypes
+        if kernels is None or w is None or w_dtype is None:
+            both = None
+        elif both is None:
+            both = both_layouts(kernels.quantize_both(dy_MN, w.scale_format, self.columns), w.scale_format)
+        if w is not None:
+            dy = both[0] if both else self.quantize_activation(dy_MN, w.scale_format)
+            dx = self.dgrad_product(dy, w, written(x_dtype)).to(x_dtype)
+        if w_dtype is not None:
+            dy = both[1] if both else self.quantize_transposed(dy_MN, x.scale_format)
+            operand = self.regrouped(x) if x.shared is None else x.shared.get(lambda: self.regrouped(x))
+            if main is not None:
+                self.add_wgrad_product(dy, operand, main)
+            else:
+                dw = self.wgrad_product(dy, operand, written(w_dtype)).to(w_dtype)
+        return dx, dw
 
     def regrouped(self, x: Quantized) -> Quantized:
         """WGrad's right operand, layout "transposed", from a saved activation in layout "rows"."""
-        if self.quantizers(x.q) is None:
+        kernels = self.quantizers(x.q)
+        if kernels is None:
             return self.quantize_transposed(quantize.dequantize_activation(x.q, x.s, torch.bfloat16), x.scale_format)
-        kernels = importlib.import_module("jetrl_patch.kernels.quantize")
-        q_KM, s_GK = kernels.requantize_tokens(x.q, x.s, x.scale_format, pad=True)
+        q_KM, s_GK = kernels.requantize_tokens(x.q, x.s, x.scale_format)
         return Quantized(q_KM, s_GK, "transposed", x.scale_format)
-
-    def fingerprint(self, w_NK: Tensor) -> int | None:
-        """None: each pass quantizes the weight, which moves 3 bytes per element, unless a promise holds (``fp8.unchanged``).
-
-        Reading a fingerprint back would stall the stream, and no key on the host is safe. FSDP2 gathers new values into the same
-        parameter and storage without a new version (``_unsafe_preserve_version_counter``), and ``.data`` writes the same way.
-        """
-        return None
 
 
 @functools.cache
@@ -192,13 +187,13 @@ def _kernels() -> Any:
 
 
 def both_layouts(made: tuple[Tensor, Tensor, Tensor, Tensor], scale_format: ScaleFormat) -> BothLayouts:
-    """What ``kernels.quantize.quantize_both`` made of dY: (q [M, N], s [M, N/128], q [N, M padded], s [M/128, N])."""
+    """The result of ``kernels.quantize.quantize_both``: (q [M, N], s [M, N/128], q [N, M padded], s [M/128, N])."""
     q, s, q_NM, s_GN = made
     return Quantized(q, s, "rows", scale_format), Quantized(q_NM, s_GN, "transposed", scale_format)
 
 
 def written(out_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a kernel writes for a result in ``out_dtype``: BF16 for BF16, otherwise FP32."""
+    """The dtype in which a kernel writes a result that is wanted in ``out_dtype``: BF16 or FP32."""
     return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
 
 
@@ -211,30 +206,36 @@ def check_widths(backend: str, *widths: int) -> None:
     """Raise ModelError for widths that are not multiples of 16: TMA loads need rows that start at multiples of 16 bytes."""
     wrong = [width for width in widths if width % 16]
     if wrong:
-        raise ModelError(
-            explain(
-                f"backend={backend!r}",
-                required="widths that are multiples of 16",
-                found=", ".join(map(str, wrong)),
-                fix='use backend="triton", or keep the layer in BF16 with exclude=',
-            )
-        )
+        found, fix = ", ".join(map(str, wrong)), 'use backend="triton", or keep the layer in BF16 with exclude='
+        raise ModelError(explain(f"backend={backend!r}", required="widths that are multiples of 16", found=found, fix=fix))
+
+
+def opaque_fprop(
+    backend: str, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
+) -> Tensor:
+    """``Backend.fprop`` as one operator of a compiled graph."""
+    sx: Tensor | None = None
+    if isinstance(x_MK, Quantized):
+        x_MK, sx = x_MK.q, x_MK.s
+    layout, sw = ("channels", w.s) if w.layout == "channels" else ("rows", w.s_rows)
+    y: Tensor = _fprop(x_MK, sx, w.q, sw, layout, backend, w.scale_format, out_dtype, splits, w.s_blocks)
+    return y
 
 
 @torch.library.custom_op("jetrl_patch::fp8_fprop", mutates_args=())
 def _fprop(
-    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype, splits: int,
-    s_blocks: Tensor | None,
+    x_MK: Tensor, sx: Tensor | None, w_NK: Tensor, sw: Tensor, layout: str, backend: str, scale_format: str,
+    out_dtype: torch.dtype, splits: int, s_blocks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    w = Quantized(w_NK, s_NG, "rows", cast(ScaleFormat, scale_format), s_blocks=s_blocks)
-    return get_backend(backend).fprop(x_MK, w, out_dtype, splits)
+    form = cast(ScaleFormat, scale_format)
+    x = x_MK if sx is None else Quantized(x_MK, sx, "rows", form)
+    w = Quantized(w_NK, sw, cast(ScaleLayout, layout), form, s_blocks=s_blocks)
+    return get_backend(backend).fprop(x, w, out_dtype, splits)
 
 
 @_fprop.register_fake
-def _(
-    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype, splits: int,
-    s_blocks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _(x_MK: Tensor, sx: Tensor | None, w_NK: Tensor, sw: Tensor, *others: Any) -> Tensor:
+    out_dtype: torch.dtype = others[3]
     return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype)
 
 
@@ -247,19 +248,12 @@ class TritonBackend(GpuBackend):
     blocks = True
 
     def quantizers(self, x: Tensor) -> Any:
-        return importlib.import_module("jetrl_patch.kernels.quantize")  # always these kernels: no fallback to torch
+        return importlib.import_module("jetrl_patch.kernels.quantize")  # never the formulas
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         from jetrl_patch.kernels.gemm import fprop
 
-        s_rows = w.s_rows if w.s_blocks is None else None
-        return fprop(x.q, x.s_rows, w.q, s_rows, out_dtype, splits, w.s_blocks)
-
-    def block_scales(self, s_NG: Tensor) -> Tensor:
-        """One launch; NaN for a block whose rows differ."""
-        from jetrl_patch.kernels.gemm_common import block_scales
-
-        return block_scales(s_NG)
+        return fprop(x.q, x.s_rows, w.q, w.s_rows if w.s_blocks is None else w.s_blocks, out_dtype, splits)
 
     def few(self) -> int:
         """The largest M for which one launch quantizes and multiplies."""
@@ -274,20 +268,23 @@ class TritonBackend(GpuBackend):
         return gemm_common.give_up_few_rows()
 
     def compiled_rows(self, most: int) -> Sequence[int]:
-        """Quantized in the product; or before it, by the quantizer's two tiles, for one of the product's two."""
+        """One batch that the product quantizes itself, and one for each tile of the quantizer and of the product."""
         from jetrl_patch.kernels import gemm_common, quantize
 
         return [rows for rows in (1, self.few() + 1, gemm_common.FEW_ROWS + 1, quantize.FEW + 1) if rows <= most]
 
-    def fprop(self, x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1) -> Tensor:
-        """As the base class. Few rows are quantized inside the product: one launch, the same bits (``kernels.gemm``)."""
-        # Only the trainer has splits > 1: each rank of a rollout holds one range of K.
-        if splits == 1 and not torch.compiler.is_compiling() and x_MK.shape[0] <= self.few():
-            from jetrl_patch.kernels import gemm
+    def fprop(
+        self, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
+    ) -> Tensor:
+        """As the base class. The product quantizes few rows itself: one launch, the same bits (``kernels.gemm``)."""
+        # Only the trainer has splits > 1. Each rank of a rollout holds one range of K.
+        in_one_launch = isinstance(x_MK, Tensor) and splits == 1 and w.layout != "channels" and x_MK.shape[0] <= self.few()
+        if torch.compiler.is_compiling() or not in_one_launch:
+            return super().fprop(x_MK, w, out_dtype, splits)
+        from jetrl_patch.kernels import gemm
 
-            s_rows = w.s_rows if w.s_blocks is None else None
-            return gemm.fprop_few(x_MK, w.q, s_rows, w.scale_format, out_dtype, w.s_blocks)
-        return super().fprop(x_MK, w, out_dtype, splits)
+        sw = w.s_rows if w.s_blocks is None else w.s_blocks
+        return gemm.fprop_few(x_MK, w.q, sw, w.scale_format, out_dtype)
 
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         from jetrl_patch.kernels.gemm_backward import dgrad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,13 +30,13 @@ class Quantized:
     """A quantized matrix. It unpacks into its bytes and its scales: ``q, s = quantized``.
 
     Attributes:
-        q: bytes: e4m3, or int8 in the INT8 format.
+        q: e4m3 bytes, or int8 in the INT8 format.
         s: FP32 scales.
         layout: which bytes share a scale; see the table above.
         scale_format: how the scales were rounded. A product quantizes its other operand the same way.
         transposed: W^T, e4m3 [K, N], for a DGrad that reads it.
         packed: a copy of W laid out for FProp; see ``Backend.pack``.
-        s_blocks: scales per block of a weight. A weight in layout "rows" has them only if each 128 rows share one.
+        s_blocks: a weight's scales per block. In layout "rows" it has them only if every 128 rows share a scale.
         shared: what the layers that read this input share in backward.
     """
 
@@ -87,10 +88,10 @@ class Quantized:
 
 
 class Regrouped:
-    """WGrad's operand of one quantized input, held from its first reader to its last within one backward pass.
+    """An input in groups of 128 tokens, as WGrad reads it. Kept from its first reader in a backward pass to its last.
 
-    The layers q, k and v read one input, as do gate and up. The input is quantized and saved once, and each layer's WGrad
-    needs it in groups of 128 tokens, which is the same for all of them. Making it moves 2 bytes an element.
+    The layers q, k and v read one input, as do gate and up. It is quantized and saved once, and the WGrad of each layer needs
+    the same regrouped operand. Making that moves 2 bytes per element.
     """
 
     def __init__(self) -> None:
@@ -99,14 +100,14 @@ class Regrouped:
         self._made: tuple[int, Quantized] | None = None
 
     def add_reader(self, layer: object) -> Regrouped:
-        """Expect a call of ``get`` from a layer's backward. A recomputation of its forward does not count again."""
+        """Expect ``get`` from this layer's backward. Recomputing the forward does not count again."""
         self._readers.add(id(layer))
         return self
 
     def get(self, make: Callable[[], Quantized]) -> Quantized:
-        """The operand. Outside of a backward pass it is made each time."""
+        """The operand. Outside a backward pass, ``make`` runs every time."""
         number = torch._C._current_graph_task_id()
-        if self._made is None or self._made[0] != number or number == -1:  # an earlier pass may have stopped halfway
+        if self._made is None or self._made[0] != number or number == -1:  # an earlier pass may have been aborted
             self._made, self._left = (number, make()), len(self._readers)
         value = self._made[1]
         self._left -= 1
@@ -180,6 +181,21 @@ def expand_weight_scale(s_blocks: Tensor, rows: int) -> Tensor:
     return s_blocks.repeat_interleave(BLOCK, 0)[:rows].contiguous()
 
 
+def block_scales(s_NG: Tensor) -> Tensor:
+    """The reverse: block scales [ceil(N / 128), G] from per-row scales [N, G].
+
+    A block whose rows differ (in a slice of rows that starts inside a block) gets NaN: an error that stays visible, and that the
+    host need not wait for.
+    """
+    N, G = s_NG.shape
+    whole = N // BLOCK * BLOCK
+    low, high = s_NG[:whole].view(N // BLOCK, BLOCK, G).aminmax(dim=1)
+    if whole < N:
+        rest = s_NG[whole:].aminmax(dim=0)
+        low, high = torch.cat((low, rest.min[None])), torch.cat((high, rest.max[None]))
+    return torch.where(low == high, low, torch.nan)
+
+
 def dequantize_activation(q_MK: Tensor, s_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """q * s of 1x128 groups, [M, K]."""
     return (q_MK.float() * s_MG.repeat_interleave(BLOCK, 1)[:, : q_MK.shape[1]]).to(dtype)
@@ -196,32 +212,28 @@ def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch
 
 
 # ---- The oracle: the three GEMMs of a linear layer in FP64, slow and independent of summation order
-# A product of two e4m3fn values needs 8 bits, and a dot product of 128 of them fewer than FP64 holds. The dot product
-# of a block is therefore exact in any order.
+# A product of two e4m3fn values has 8 significant bits, and a dot product of 128 of them fits in FP64. So the dot product of a
+# block is exact in any order.
 
-def fprop(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
-) -> Tensor:
+def fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
     """Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
 
-    ``s_NG`` holds per-row weight scales [N, G]. ``splits`` > 1 adds the FP32 partial sums of that many equal
-    ranges of K in ascending order, as a tensor-parallel rollout's all-reduce does.
+    ``s_NG`` holds the weight's scales per row. ``splits`` > 1 adds the FP32 partial sums of that many equal ranges of K in
+    ascending order, as the all-reduce of a tensor-parallel rollout does.
     """
     check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     (M, K), N = q_MK.shape, w_NK.shape[0]
     step = split_width(K, splits)
     x, w = q_MK.double(), w_NK.double()
-    out: Tensor | None = None
+    partials = []
     for start in range(0, K, step):
         acc = torch.zeros(M, N, dtype=torch.float64, device=q_MK.device)
         for k in range(start, min(start + step, K), BLOCK):
             dot = x[:, k : k + BLOCK] @ w[:, k : k + BLOCK].t()
             scale = (s_MG[:, k // BLOCK, None] * s_NG[None, :, k // BLOCK]).double()
             acc = (acc + dot * scale).float().double()  # FP32 accumulator, one rounding per block: an fma
-        partial = acc.float()
-        out = partial if out is None else out + partial
-    assert out is not None
-    return out.to(out_dtype)
+        partials.append(acc.float())
+    return functools.reduce(torch.add, partials).to(out_dtype)
 
 
 def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:

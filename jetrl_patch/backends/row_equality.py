@@ -1,18 +1,19 @@
 """Test on this machine that a row's bits do not depend on the rest of the batch, before a backend serves a rollout.
 
-A rollout decodes M = 1 to a few hundred rows, and the trainer multiplies thousands at once. The same rows must be equal
-bit for bit, and so must the sum of a tensor-parallel rollout's partial products. The rollout also fuses weights (qkv, gate_up)
-and holds slices of them, while the trainer multiplies whole ones: N differs, the columns of Y must not. A library that selects
-its kernel by M or N can break all of this, depending on version, device and shape. So a backend with several kernels is tried
-with a batch for each. The test suite proves the CPU backends.
+A rollout decodes M = 1 to a few hundred rows, and the trainer multiplies thousands at once. The same rows must be equal bit for
+bit, and so must the sum of a tensor-parallel rollout's partial products. The rollout also fuses weights (qkv, gate_up) and holds
+slices of them, while the trainer multiplies whole ones: N differs, but the columns of Y must not. A library that selects its
+kernel by M or N can break all of this, depending on version, device and shape. So a backend with several kernels is tried with a
+batch for each of them. The test suite proves the CPU backends.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat
 
 logger = logging.getLogger(__name__)
 
-#: rows of decode batches; up to 32 rows the Triton backend quantizes and multiplies in one launch
+#: rows of decode batches. The Triton backend quantizes and multiplies up to 32 rows in one launch
 DECODED = (1, 7, 32, 64, 256)
 #: rows of a training batch; not a multiple of a tile
 TRAINED = 2056
-#: rows of longer training batches, for which a library may take larger tiles
+#: rows of longer training batches, for which a library may use larger tiles
 LONG = (8200, 16392)
-#: rows of a batch in which parts of a fused weight are compared with whole weights
+#: rows of the batches in which a fused weight is compared with whole weights
 FUSED = (1, 64, TRAINED)
 #: positions of the decoded rows in the training batch
 OFFSETS = (0, 129)
@@ -39,7 +40,7 @@ _PROVEN: set[tuple[object, ...]] = set()
 
 
 class Part(NamedTuple):
-    """Rows ``row0`` to ``row1`` of the trainer's weight [rows, K], and the row where they begin in the rollout's weight."""
+    """Rows ``row0`` to ``row1`` of the trainer's weight [rows, K], and the row of the rollout's weight where they begin."""
 
     rows: int
     row0: int
@@ -48,14 +49,14 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the rollout's weight [N, K] is put together, and how many ranks hold a range of the trainer's K."""
+    """The parts of the rollout's weight [N, K], and the number of ranks that each hold a range of the trainer's K."""
 
     parts: tuple[Part, ...]
     ranks: int = 1
 
     @property
     def in_blocks(self) -> bool:
-        """Whether each 128 rows of the rollout's weight are 128 rows of one block, so that they have one scale."""
+        """Whether every 128 rows of the rollout's weight are one block of the trainer's, and so share a scale."""
         return all(part.row0 % BLOCK == 0 and part.offset % BLOCK == 0 for part in self.parts)
 
 
@@ -66,6 +67,35 @@ class Verdict(NamedTuple):
     found: str
 
 
+class Unequal(Exception):
+    """Two results differ. The message says where."""
+
+
+def require_equal(ours: Tensor, theirs: Tensor, where: str) -> None:
+    """Compare bits. Raise ``Unequal``: "3 of 64 {where}"."""
+    bits = torch.int16 if ours.dtype == torch.bfloat16 else torch.int32
+    unequal = int((ours.contiguous().view(bits) != theirs.contiguous().view(bits)).sum())
+    if unequal:
+        raise Unequal(f"{unequal} of {ours.numel()} {where}")
+
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def as_verdict(compare: Callable[_Arguments, str]) -> Callable[_Arguments, Verdict]:
+    """Turn the result of a comparison, or its ``Unequal``, into a verdict."""
+
+    @functools.wraps(compare)
+    def run(*args: _Arguments.args, **named: _Arguments.kwargs) -> Verdict:
+        try:
+            return Verdict(True, compare(*args, **named))
+        except Unequal as difference:
+            return Verdict(False, str(difference))
+
+    return run
+
+
+@as_verdict
 def compare_rows(
     backend: Backend,
     shape: tuple[int, int],
@@ -75,15 +105,15 @@ def compare_rows(
     decoded: tuple[int, ...] = DECODED,
     layout: Layout | None = None,
     most: int = 0,
-) -> Verdict:
+) -> str:
     """Compare products of a whole batch and of its parts for a weight [N, K] of this ``shape``.
 
     Args:
         trained: rows of the whole batch.
         decoded: rows of the parts.
-        most: rows that an engine may serve at once: a part is compared for each kernel that the backend may take for them too.
-        layout: of the rollout's weight, whose products are compared; None: in BF16 and in FP32, and, if K is an even number of
-            128-blocks, a product with ``splits=2`` with the sum of two partial products.
+        layout: of the rollout's weight, in whose output dtype products are compared. None: in BF16 and FP32, and, if K is an
+            even number of 128-blocks, a product with ``splits=2`` with the sum of two partial products.
+        most: largest batch of an engine. A part is compared for each kernel that the backend may use up to it.
     """
     N, K = shape
     generator = torch.Generator(device).manual_seed(N + K)
@@ -97,36 +127,26 @@ def compare_rows(
     served: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     if layout is not None:
         served = (torch.float32 if layout.ranks > 1 else torch.bfloat16,)
-    if layout is not None and not layout.in_blocks:
-        w = by_rows
+        w = w if layout.in_blocks else by_rows
     batches = sorted({*decoded, *(backend.compiled_rows(most) if most else ())})
     for out_dtype in served:
         whole = backend.fprop(x_MK, w, out_dtype)
         for rows in batches:
             for start in OFFSETS:
-                if start + rows > trained:
-                    continue
-                part = backend.fprop(x_MK[start : start + rows], w, out_dtype)
-                unequal = _unequal(part, whole[start : start + rows])
-                if unequal:
-                    values = f"{unequal} of {part.numel()} {out_dtype} values"
-                    return Verdict(False, f"{values} at M = {rows} differ from those at M = {trained}")
-    if layout is not None or K % (2 * BLOCK):
-        return _equal(batches, trained)
-    sums = [backend.fprop(x, part, torch.float32) for x, part in _ranks(x_MK[:7], by_rows, 2)]
-    both = backend.fprop(x_MK, by_rows, torch.float32, 2)[:7]
-    unequal = _unequal(sums[0] + sums[1], both)
-    if unequal:
-        return Verdict(False, f"{unequal} of {both.numel()} values differ between splits=2 and the sum of two ranks")
-    return _equal(batches, trained)
-
-
-def _equal(batches: Sequence[int], trained: int) -> Verdict:
+                part = slice(start, start + rows)
+                if part.stop <= trained:
+                    where = f"{out_dtype} values at M = {rows} differ from those at M = {trained}"
+                    require_equal(backend.fprop(x_MK[part], w, out_dtype), whole[part], where)
+    if layout is None and K % (2 * BLOCK) == 0:
+        first, second = (backend.fprop(x, part, torch.float32) for x, part in _ranks(x_MK[:7], by_rows, 2))
+        both = backend.fprop(x_MK, by_rows, torch.float32, 2)[:7]
+        require_equal(first + second, both, "values differ between splits=2 and the sum of two ranks")
     many = len(batches) > len(DECODED)
-    few = f"{batches[0]} to {batches[-1]} ({len(batches)} sizes)" if many else ", ".join(map(str, batches))
-    return Verdict(True, f"rows at M = {few} equal those at M = {trained}")
+    sizes = f"{batches[0]} to {batches[-1]} ({len(batches)} sizes)" if many else ", ".join(map(str, batches))
+    return f"rows at M = {sizes} equal those at M = {trained}"
 
 
+@as_verdict
 @torch.no_grad()
 def compare_parts(
     backend: Backend,
@@ -136,10 +156,10 @@ def compare_parts(
     scale_format: ScaleFormat = "pow2",
     batches: tuple[int, ...] = FUSED,
     longer: tuple[int, ...] = (),
-) -> Verdict:
-    """Compare products with the rollout's weight [N, K] of this ``shape`` and ``layout`` with the trainer's, in BF16.
+) -> str:
+    """Compare products of the rollout's weight [N, K] of this ``shape`` and ``layout`` with those of the trainer's, in BF16.
 
-    The trainer's own are compared with those of ``longer`` batches first.
+    First, the trainer's products in the largest of ``batches`` are compared with those in ``longer`` batches.
     """
     K, most = shape[1] * layout.ranks, max(batches)
     generator = torch.Generator(device).manual_seed(sum(shape))
@@ -152,54 +172,42 @@ def compare_parts(
         w, mine = backend.quantize_weight(w_NK, scale_format), slice(part.row0, part.row1)
         y_MN = backend.fprop(x_MK[:most], w, torch.bfloat16, layout.ranks)
         for M in longer:
-            unequal = _unequal(backend.fprop(x_MK[:M], w, torch.bfloat16, layout.ranks)[:most], y_MN)
-            if unequal:
-                values = f"{unequal} of {y_MN.numel()} values of a weight {[part.rows, K]}"
-                return Verdict(False, f"{values} differ between M = {most} and M = {M}")
+            same = backend.fprop(x_MK[:M], w, torch.bfloat16, layout.ranks)[:most]
+            where = f"values of a weight {[part.rows, K]} differ between M = {most} and M = {M}"
+            require_equal(same, y_MN, where)
         expected.append(y_MN[:, mine])
         held.append((w.q[mine].view(torch.uint8), w.s_rows[mine]))
     q_NK, s_NG = (torch.cat(tensors) for tensors in zip(*held, strict=True))
     fused = Quantized(q_NK.view(FP8), s_NG, "rows", scale_format)
+    ranks = f" on {layout.ranks} ranks" if layout.ranks > 1 else ""
     for M in batches:
         y_MN = _rollout(backend, x_MK[:M], fused, layout)
         for part, theirs in zip(layout.parts, expected, strict=True):
-            unequal = _unequal(y_MN[:, part.offset : part.offset + part.row1 - part.row0], theirs[:M])
-            if unequal:
-                whole = f"rows {part.row0} to {part.row1} of a weight {[part.rows, K]}"
-                ranks = f" on {layout.ranks} ranks" if layout.ranks > 1 else ""
-                values = f"{unequal} of {theirs[:M].numel()} values at M = {M}"
-                return Verdict(False, f"{values} differ between {whole} and the same rows in one of {list(shape)}{ranks}")
-    return Verdict(True, f"rows of {len(layout.parts)} whole weights equal those of the one that holds them")
+            whole = f"rows {part.row0} to {part.row1} of a weight {[part.rows, K]}"
+            where = f"values at M = {M} differ between {whole} and the same rows in one of {list(shape)}{ranks}"
+            require_equal(y_MN[:, part.offset : part.offset + part.row1 - part.row0], theirs[:M], where)
+    return f"rows of {len(layout.parts)} whole weights equal those of the one that holds them"
 
 
 def _rollout(backend: Backend, x_MK: Tensor, w: Quantized, layout: Layout) -> Tensor:
     """Y [M, N] BF16: one product, or the sum in rank order of the partial products over ranges of K."""
-    if layout.ranks == 1:
-        if backend.blocks and layout.in_blocks:
-            w = replace(w, s_blocks=backend.block_scales(w.s))
-        return backend.fprop(x_MK, w)
-    total: Tensor | None = None
-    for x, own in _ranks(x_MK, w, layout.ranks):
-        part = backend.fprop(x, own, torch.float32)
-        total = part if total is None else total + part
-    assert total is not None
-    return total.to(torch.bfloat16)
+    if layout.ranks > 1:
+        parts = (backend.fprop(x, own, torch.float32) for x, own in _ranks(x_MK, w, layout.ranks))
+        return functools.reduce(torch.add, parts).to(torch.bfloat16)
+    if backend.blocks and layout.in_blocks:
+        w = replace(w, s_blocks=backend.block_scales(w.s))
+    return backend.fprop(x_MK, w)
 
 
 def _ranks(x_MK: Tensor, w: Quantized, ranks: int) -> Iterator[tuple[Tensor, Quantized]]:
-    """Yield what each tensor-parallel rank holds of an input and of a weight: a range of K, in memory of its own."""
+    """Yield each tensor-parallel rank's part of an input and of a weight: a range of K, copied."""
     K = w.shape[1] // ranks
     for k in range(0, K * ranks, K):
         q, s = (t.contiguous() for t in w.columns(k, k + K))
         yield x_MK[:, k : k + K].contiguous(), Quantized(q, s, "rows", w.scale_format)
 
 
-def _unequal(a: Tensor, b: Tensor) -> int:
-    bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
-    return int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
-
-
-#: what to do about a backend that fails, and if it is the last of the fast ones
+#: what to do about a backend that fails, and about the last of the fast ones
 _OTHERWISE = (
     'use backend="triton" on both sides (JETRL_BACKEND=triton)',
     'use precision="fp8-rollout" with a correction, or backend="torch" (slow)',
@@ -216,25 +224,24 @@ def require_row_equality(
 ) -> bool:
     """Run both comparisons once per process for each backend, device, shape, layout and scale format; never on a CPU.
 
-    Call it before a CUDA graph is captured, because it reads the verdict back to the host. ``most`` is the largest batch of the
-    engine.
+    Call it before a CUDA graph is captured, because it reads results back to the host. ``most`` is the engine's largest batch.
 
     Returns:
-        whether they ran now.
+        Whether they ran now.
 
     Raises:
-        ModelError: rows depend on the batch or on what the weight is fused with, so rollout and trainer would disagree.
+        ModelError: rows depend on the batch, or on the weights that theirs is fused with. Rollout and trainer would disagree.
     """
     whole = Layout((Part(shape[0], 0, shape[0], 0),))  # the rollout holds the trainer's weight as it is
     layout = layout or whole
     key = (backend.name, str(device), *shape, scale_format, layout, most)
     if device.type == "cpu" or key in _PROVEN:
         return False
-    short, (longer, longest) = (*DECODED, TRAINED), LONG
+    longer, longest = LONG
 
     def trial() -> Verdict:
-        whole_batch = max(longest, most)  # every batch that is served is a part of it
-        verdict = compare_rows(backend, shape, device, scale_format, whole_batch, (*short, longer), layout, most)
+        decoded, whole_batch = (*DECODED, TRAINED, longer), max(longest, most)  # every batch that is served is a part
+        verdict = compare_rows(backend, shape, device, scale_format, whole_batch, decoded, layout, most)
         if verdict.ok and layout != whole:
             verdict = compare_parts(backend, shape, layout, device, scale_format, FUSED, LONG)
         return verdict
@@ -245,13 +252,8 @@ def require_row_equality(
         logger.warning(words, backend.name, verdict.found)
         verdict = trial()
     if not verdict.ok:
-        raise ModelError(
-            explain(
-                f"backend={backend.name!r} in a rollout",
-                required=f"rows that do not depend on the batch nor on N, for weights {list(shape)}",
-                found=verdict.found,
-                fix=_OTHERWISE[backend.name == "triton"],
-            )
-        )
+        what, fix = f"backend={backend.name!r} in a rollout", _OTHERWISE[backend.name == "triton"]
+        required = f"rows that do not depend on the batch nor on N, for weights {list(shape)}"
+        raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
     _PROVEN.add(key)
     return True

@@ -1,58 +1,28 @@
-"""Rollout formats with one scale per output channel and per token: FP8 and INT8."""
+"""Formats with one scale per output channel and per token: FP8 and INT8, for the rollout."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.backends import get_backend
-from jetrl_patch.backends.base import Backend
 from jetrl_patch.backends.quantize import Quantized, scale_from_amax
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.formats import AMAX_FLOOR, FP8, FP8_MAX, ScaleFormat
 
-__all__ = [
-    "INT8_MAX", "MAX_K", "channel_fprop", "check_width", "choose", "dequantize_rows", "int8_fprop", "int_mm",
-    "quantize_fp8_rows", "quantize_int8_rows", "reference_mm",
-]  # fmt: skip
-
-
-# ---- FP8 with one scale per output channel and per token: a rollout format, as an alternative to 128-blocks
+# ---- FP8 with one scale per output channel and per token, an alternative to 128-blocks -----------
 # For a row x:  s = max(amax, 1e-10) / 448 in FP32 (rounded up to a power of two in scale format "pow2");
 # q = RNE-saturate(x / s) to e4m3fn. The product is the block product with scales that are constant along K, so every
-# GEMM backend computes it unchanged:  Y = round(Σ_kb fma(dot128(qX, qW), sX · sW, acc)).
+# backend computes it unchanged:  Y = round(Σ_kb fma(dot128(qX, qW), sX · sW, acc)).
 
 def quantize_fp8_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize weights [N, K] or activations [M, K] to e4m3fn of the same shape and FP32 scales [rows, 1], "channels"."""
     x = x_MK.float()
     scale_M1 = scale_from_amax(x.abs().amax(-1, keepdim=True), scale_format)
     return Quantized((x / scale_M1).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_M1, "channels", scale_format)
-
-
-def channel_fprop(backend: Backend, x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Quantize a BF16 activation per token and multiply. Returns [M, N] in BF16 or FP32 (an unrounded partial sum).
-
-    In a compiled graph it is one opaque operator, because the libraries behind a backend cannot be traced.
-    """
-    if torch.compiler.is_compiling():
-        return _fprop(x_MK, w.q, w.s, backend.name, w.scale_format, out_dtype)
-    return backend.gemm(quantize_fp8_rows(x_MK, w.scale_format), w, out_dtype)
-
-
-@torch.library.custom_op("jetrl_patch::fp8_channel_fprop", mutates_args=())
-def _fprop(x_MK: Tensor, w_NK: Tensor, s_N1: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype) -> Tensor:
-    w = Quantized(w_NK, s_N1, "channels", cast(ScaleFormat, scale_format))
-    return channel_fprop(get_backend(backend), x_MK, w, out_dtype)
-
-
-@_fprop.register_fake
-def _(x_MK: Tensor, w_NK: Tensor, s_N1: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype) -> Tensor:
-    return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype)
 
 
 # ---- The reference INT8 quantizer. This code is the contract -------------------------------------
@@ -72,11 +42,6 @@ def quantize_int8_rows(x_MK: Tensor) -> Quantized:
     # a non-finite value has no integer; the row's scale, also non-finite, keeps it visible
     steps = (x / scale).round().nan_to_num(0.0).clamp(-INT8_MAX, INT8_MAX)
     return Quantized(steps.to(torch.int8), scale, "channels", "fp32")
-
-
-def dequantize_rows(q_MK: Tensor, scale_M1: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """q * s, [M, K]."""
-    return (q_MK.to(torch.float32) * scale_M1).to(dtype)
 
 
 # ---- The INT8 product: an exact int32 sum, scaled, and rounded once to BF16 ----------------------
@@ -127,14 +92,8 @@ def _is_right_here() -> bool:
     return torch.equal(int_mm(x, x), reference_mm(x, x))
 
 
-def int8_fprop(
-    x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, mm: IntMM = reference_mm
-) -> Tensor:
-    """Quantize a BF16 activation per token and multiply, as a rollout's linear layer does.
-
-    Returns:
-        [M, N] in BF16, or in FP32 the unrounded partial sum of a tensor-parallel rank.
-    """
+def int8_fprop(x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, mm: IntMM = reference_mm) -> Tensor:
+    """Y [M, N] of a BF16 activation, quantized per token: in BF16, or in FP32 the unrounded sum of a tensor-parallel rank."""
     x = quantize_int8_rows(x_MK)
     return (x.s * (w.s.t() * mm(x.q, w.q).float())).to(out_dtype)
 
@@ -142,11 +101,6 @@ def int8_fprop(
 def check_width(name: str, K: int) -> None:
     """Raise ModelError for a layer whose integer sum could overflow."""
     if K > MAX_K:
-        raise ModelError(
-            explain(
-                f"INT8 layer {name}",
-                required=f"an input width of at most {MAX_K}, so that its sum fits in int32",
-                found=f"width {K}",
-                fix=f"keep it in BF16 with exclude=['{name.rsplit('.', 1)[-1]}'], or use precision='fp8-rollout'",
-            )
-        )
+        required = f"an input width of at most {MAX_K}, so that its sum fits in int32"
+        fix = f"keep it in BF16 with exclude=['{name.rsplit('.', 1)[-1]}'], or use precision='fp8-rollout'"
+        raise ModelError(explain(f"INT8 layer {name}", required=required, found=f"width {K}", fix=fix))

@@ -1,13 +1,13 @@
-"""TransformerEngine's linear layers and tensors: recognized by their classes' modules, and used unchanged.
+"""TransformerEngine's linear layers and tensors: recognized by the modules of their classes, and used unchanged.
 
-Only the functions that call its quantizer import TransformerEngine. With the recipe ``Float8BlockScaling`` its layers
-compute in this project's format: e4m3, weights in 128x128 blocks, activations in 1x128 groups, all three GEMMs in FP8.
-A quantized weight [N, K] holds ``rowwise_data`` uint8 [N, K] and ``rowwise_scale_inv`` FP32 [ceil(N/128), C], where C is
-ceil(K/128) rounded up to a multiple of 4; columns from ceil(K/128) on are padding.
+Only the functions that call its quantizer import TransformerEngine. With the recipe ``Float8BlockScaling``, its layers compute in
+this project's format: e4m3, weights in 128x128 blocks, activations in 1x128 groups, all three GEMMs in FP8. A quantized weight
+[N, K] holds ``rowwise_data`` uint8 [N, K] and ``rowwise_scale_inv`` FP32 [ceil(N/128), C]. C is ceil(K/128) rounded up to a
+multiple of 4; the columns from ceil(K/128) on are padding.
 
-Its formula is  scale = 448 / amax (1 where amax is 0);  q = e4m3(x * scale);  s = 1 / scale.  With "pow2", scale is rounded
-down to a power of two, and bytes and scales equal those of ``quantize.py``, except for the scale of an all-zero block.
-With "fp32" about one byte in a thousand differs by a rounding, so only TransformerEngine's own bytes are right.
+Its formula is  scale = 448 / amax (1 where amax is 0);  q = e4m3(x * scale);  s = 1 / scale.  With "pow2", scale is rounded down
+to a power of two, and bytes and scales equal those of ``quantize.py``, except for the scale of an all-zero block. With "fp32",
+about one byte in a thousand differs by a rounding, so only TransformerEngine's own bytes are right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RECIPE = "Float8BlockScaling"
 
 
 def _has_base(kind: type, *names: str) -> bool:
-    """Whether the MRO contains a TransformerEngine class with one of ``names`` (any of its classes if none is given)."""
+    """Whether the MRO has a TransformerEngine class with one of ``names``, or any of its classes if no name is given."""
     return any(c.__module__.split(".")[0] == PACKAGE and (not names or c.__name__ in names) for c in kind.__mro__)
 
 
@@ -47,7 +47,7 @@ def is_te_linear(module: nn.Module) -> bool:
 
 
 def is_te_tensor(tensor: object) -> bool:
-    """Whether the tensor is one of TransformerEngine's quantized tensors, of any recipe."""
+    """Whether the tensor is a quantized tensor of TransformerEngine, of any recipe."""
     return _has_base(type(tensor))
 
 
@@ -59,7 +59,7 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
         where: the layer or place that the error names.
 
     Raises:
-        ModelError: the recipe, its format or its block is another one, or there is none, so the layer computes in BF16.
+        ModelError: there is no recipe, so the layer computes in BF16, or it is another one, with another format or block.
     """
     found = None
     if recipe is None:
@@ -82,15 +82,10 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
         differs = [f"{name}={have[name]}" for name in wanted if have[name] != wanted[name]]
         found = f"{_RECIPE} with {', '.join(differs)}" if differs else None
     if found is not None:
-        scales = "1" if scale_format == "fp32" else "0"
-        raise ModelError(
-            explain(
-                f"TransformerEngine in {where}",
-                required=f"recipe {_RECIPE}, e4m3, 128x128 weight blocks, scale_format={scale_format!r}",
-                found=found,
-                fix=f"use that recipe, and set NVTE_FP8_BLOCK_SCALING_FP32_SCALES={scales} before TransformerEngine is imported",
-            )
-        )
+        required = f"recipe {_RECIPE}, e4m3, 128x128 weight blocks, scale_format={scale_format!r}"
+        variable = f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={int(scale_format == 'fp32')}"
+        fix = f"use that recipe, and set {variable} before TransformerEngine is imported"
+        raise ModelError(explain(f"TransformerEngine in {where}", required=required, found=found, fix=fix))
 
 
 def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backend: str) -> bool:
@@ -102,18 +97,14 @@ def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backe
     te = [name for name, module in layers.items() if is_te_linear(module)]
     plain = [name for name in layers if name not in set(te)]
     if te and plain:
-        raise ModelError(
-            explain(
-                "FP8 layers",
-                required="all of TransformerEngine or all nn.Linear, because one backend computes them",
-                found=f"{len(te)} of TransformerEngine (first: {te[0]}), {len(plain)} others (first: {plain[0]})",
-                fix="convert all of them, or keep the others in BF16 on both sides with exclude=",
-            )
-        )
+        required = "all of TransformerEngine or all nn.Linear, because one backend computes them"
+        found = f"{len(te)} of TransformerEngine (first: {te[0]}), {len(plain)} others (first: {plain[0]})"
+        fix = "convert all of them, or keep the others in BF16 on both sides with exclude="
+        raise ModelError(explain("FP8 layers", required=required, found=found, fix=fix))
     if bool(te) != (backend == "te"):
         asked = "nn.Linear layers" if te else "TransformerEngine's layers"
         found = f"TransformerEngine's layers (first: {te[0]})" if te else f"nn.Linear (first: {plain[0]})"
-        fix = 'use backend="te"' if te else 'use another backend, such as "cublaslt", which is the same GEMM'
+        fix = 'use backend="te"' if te else 'use another backend, such as "cublaslt", the same GEMM'
         raise ModelError(explain(f"backend={backend!r}", required=asked, found=found, fix=fix))
     for name in te:
         check_recipe(getattr(layers[name], "fp8_meta", {}).get("recipe"), scale_format, f"layer {name}")
@@ -121,7 +112,7 @@ def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backe
 
 
 def require_te_linears(model: nn.Module, expected: int) -> list[str]:
-    """Names of TransformerEngine's layers in the transformer blocks, where no other module may hold a matrix.
+    """Names of TransformerEngine's layers in the transformer blocks.
 
     Raises:
         ModelError: a block has another matrix, which would silently stay in BF16, or there are not ``expected`` layers.
@@ -132,31 +123,26 @@ def require_te_linears(model: nn.Module, expected: int) -> list[str]:
         if is_quantized(name, ()) and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             (te if is_te_linear(module) else others).append(name)
     if others or len(te) != expected:
+        required = f"{expected} layers of TransformerEngine in the transformer blocks and no other matrix"
         shown = f", and {len(others)} other layers with matrices (first: {others[0]})" if others else ""
-        raise ModelError(
-            explain(
-                f"layers of {type(model).__name__}",
-                required=f"{expected} layers of TransformerEngine in the transformer blocks and no other matrix",
-                found=f"{len(te)}{shown}",
-                fix="use Megatron's transformer_engine implementation for a dense model",
-            )
-        )
+        fix = "use Megatron's transformer_engine implementation for a dense model"
+        raise ModelError(explain(f"layers of {type(model).__name__}", required=required, found=f"{len(te)}{shown}", fix=fix))
     return te
 
 
 def take(layer: str, weight: Any, scale_format: ScaleFormat) -> Quantized:
-    """The bytes and scales of a ``Float8BlockwiseQTensor``, unchanged except that the padding of the scales is cut off.
+    """The bytes and scales of a ``Float8BlockwiseQTensor``, unchanged but for the padding of the scales, which is cut off.
 
     Returns:
         Layout "blocks": e4m3fn [N, K] and FP32 [ceil(N/128), ceil(K/128)].
 
     Raises:
-        SyncError: the tensor is of another class, block, dtype or orientation, a scale is not a power of two in
-            "pow2", or there is a NaN or Inf. The message names the layer.
+        SyncError: the tensor is of another class, block, dtype or orientation, it holds NaN or Inf, or a scale of format "pow2"
+        is
+            not a power of two. The message names the layer.
     """
-    if not _has_base(
-        type(weight), "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage", "Float8BlockwiseQTensorBase"
-    ):
+    classes = ("Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage", "Float8BlockwiseQTensorBase")
+    if not _has_base(type(weight), *classes):
         raise _cannot_take(layer, "a Float8BlockwiseQTensor", type(weight).__name__)
     have = weight.get_metadata()
     q, s = have["rowwise_data"], have["rowwise_scale_inv"]
@@ -185,7 +171,7 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> Quantized:
 
 
 def quantize_weight(layer: str, weight_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-    """Quantize a BF16 parameter as TransformerEngine's layer does: its own quantizer on the same values.
+    """Quantize a BF16 parameter as TransformerEngine's layer does, with its quantizer.
 
     Raises:
         SyncError: as ``take``.
@@ -206,15 +192,9 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     have = _quantizer(scale_format, 1)(x_MK.contiguous()).get_metadata()
     q, s_GM = have["rowwise_data"], have["rowwise_scale_inv"]
     if tuple(q.shape) != (M, K) or s_GM.shape[0] != groups(K) or s_GM.shape[1] < M:
-        found = f"{list(q.shape)} and {list(s_GM.shape)}"
-        raise ModelError(
-            explain(
-                f"TransformerEngine's 1x128 quantizer of [{M}, {K}]",
-                required=f"[{M}, {K}] and [{groups(K)}, {M} or more]",
-                found=found,
-                fix='use scale_format="pow2"',
-            )
-        )
+        what = f"TransformerEngine's 1x128 quantizer of [{M}, {K}]"
+        required, found = f"[{M}, {K}] and [{groups(K)}, {M} or more]", f"{list(q.shape)} and {list(s_GM.shape)}"
+        raise ModelError(explain(what, required=required, found=found, fix='use scale_format="pow2"'))
     return Quantized(q.view(FP8), s_GM[:, :M].t(), "rows", scale_format)
 
 

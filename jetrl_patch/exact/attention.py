@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jetrl_patch.native import ops
 
 # ---- A bound on the number of sequences in a packed batch, which the framework knows on the host
 # Attention needs the boundaries of the sequences, which follow from the positions on the device. With a bound on their number,
-# the boundaries fit in a tensor of fixed size, and the host need not wait for the device to count them.
+# the boundaries fit in a tensor of fixed size, so the host need not wait for the device to count them.
 
 _ATTRIBUTE = "_jetrl_sequences"
 
@@ -30,13 +31,13 @@ _bound = _Bound()
 
 
 def mark(positions: Tensor, at_most: int) -> None:
-    """Note a bound for the batch with these positions. A copy of the tensor has no bound; its sequences are then counted."""
+    """Set the bound of the batch with these positions. A copy of the tensor has no bound, so its sequences are counted."""
     setattr(positions, _ATTRIBUTE, at_most)
 
 
 @contextlib.contextmanager
 def sequences(at_most: int) -> Iterator[None]:
-    """While the block runs, this bound holds for every packed batch of this thread."""
+    """Within the block, this bound holds for every packed batch of this thread."""
     before, _bound.value = _bound.value, at_most
     try:
         yield
@@ -51,14 +52,14 @@ def bound(positions: Tensor | None) -> int | None:
 
 
 class Boundaries(NamedTuple):
-    """cu_seqlens int32 [at_most + 1], in which the last sequences may be empty, and whether the bound was too small (bool [])."""
+    """cu_seqlens int32 [at_most + 1], whose last sequences may be empty, and whether the bound was too small (bool [])."""
 
     cu_seqlens: Tensor
     exceeded: Tensor
 
 
 def boundaries(begins: Tensor, at_most: int) -> Boundaries:
-    """Return the boundaries of the sequences that begin where ``begins`` [T] is true, without waiting for the device."""
+    """The boundaries of the sequences that begin where ``begins`` [T] is true, without waiting for the device."""
     T = begins.shape[0]
     places = torch.where(begins, torch.arange(T, device=begins.device), T)
     starts = places.sort().values[:at_most]
@@ -72,7 +73,7 @@ def boundaries(begins: Tensor, at_most: int) -> Boundaries:
 # packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper, ``exact.flash3`` may compute the forward
 # instead. Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 
-#: up to this many scores, the backward pads all sequences into one batch; above, it processes them one by one
+#: up to this many scores, the backward pads all sequences into one batch. Above, it takes one sequence at a time
 _BATCHED_SCORES = 1 << 26
 
 
@@ -89,8 +90,8 @@ def attention_paged(
     """Attention of the rollout over a paged cache (no gradient).
 
     Args:
-        q_THD: BF16 [T, H, D]. Rows query_start_loc[r] to query_start_loc[r + 1] are the queries of request r, which are the last
-            of its keys' positions.
+        q_THD: BF16 [T, H, D]. Rows query_start_loc[r] to query_start_loc[r + 1] are the queries of request r, at the last of its
+            positions.
         k_cache, v_cache: BF16 [blocks, block size, KH, D]. The last dimension is contiguous, other strides are free.
         block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
         out: BF16 [T, H, D], contiguous, to be filled.
@@ -150,11 +151,9 @@ class _VarlenAttention(torch.autograd.Function):
             out, lse = ops.attention(q16, k_cache, v_cache, table, cu[1:] - cu[:-1], cu, scale, want_lse=True)
             assert lse is not None
         else:
-            pieces = [
-                _reference(q16[a:b], k16[a:b], v16[a:b], scale)
-                for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
-            ]
-            out, lse = torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
+            ends = itertools.pairwise(cu_seqlens.tolist())
+            pieces = [_reference(q16[a:b], k16[a:b], v16[a:b], scale) for a, b in ends]
+            out, lse = map(torch.cat, zip(*pieces, strict=True))
         ctx.save_for_backward(q16, k16, v16, out, lse, cu_seqlens)
         ctx.scale, ctx.dtypes = scale, (q.dtype, k.dtype, v.dtype)
         return out
@@ -167,31 +166,21 @@ class _VarlenAttention(torch.autograd.Function):
             from jetrl_patch.kernels.attention_backward import attention_backward
 
             dq, dk, dv = attention_backward(q, k, v, out, lse, grad, cu.to(torch.int32), ctx.scale)
-            return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv.to(ctx.dtypes[2]), None, None
-        lengths = cu[1:] - cu[:-1]
-        longest = int(lengths.max())
-        if lengths.numel() * q.shape[1] * longest * longest <= _BATCHED_SCORES:
-            ranges = [(cu, longest)]
         else:
-            ranges = [(cu[r : r + 2], int(lengths[r])) for r in range(lengths.numel())]
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for part, width in ranges:
-            _backward_batch(q, k, v, out, lse, grad, part, width, ctx.scale, (dq, dk, dv))
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            lengths = cu.diff()
+            longest = int(lengths.max())
+            batched = lengths.numel() * q.shape[1] * longest * longest <= _BATCHED_SCORES
+            ranges = [(cu, longest)] if batched else [(cu[r : r + 2], int(n)) for r, n in enumerate(lengths)]
+            for part, width in ranges:
+                _backward_batch(q, k, v, out, lse, grad, part, width, ctx.scale, (dq, dk, dv))
         return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv.to(ctx.dtypes[2]), None, None
 
 
 def _backward_batch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    cu: Tensor,
-    width: int,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu: Tensor, width: int, scale: float,
     into: tuple[Tensor, Tensor, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Gradients of the sequences in ``cu``, padded to ``width``, in FP32 (FlashAttention, arXiv 2205.14135, section B).
 
     P = exp(scale QK^T - lse); dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dQ = scale dS K; dK = scale dS^T Q.

@@ -1,27 +1,32 @@
-"""Choose the implementation of the exact ops: C kernels on the CPU, Triton kernels on CUDA, or FP64 torch formulas anywhere.
+"""The implementation of the exact ops: C kernels on the CPU, Triton kernels on CUDA, or FP64 torch formulas anywhere.
 
-In each of them, a row's bits do not depend on the rest of the batch. The bits of different implementations differ, so both sides
+In each of them, a row's bits do not depend on the rest of the batch. Different implementations give different bits, so both sides
 of a run use the same one, chosen by ``Config.backend`` and the device type.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from torch import Tensor
 
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.capability import check_exact_cuda
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.native import ops
 
+#: op -> the module of its Triton kernel
+_TRITON = {"rms_norm": "norm", "silu_mul": "elementwise", "rotary": "elementwise", "bf16_gemm": "head", "route": "mixture"}
 _chosen: dict[str, str] = {}
-#: (device type, head width) -> what computes attention instead of the implementation; "" for the implementation itself
+#: (device type, head width) -> what computes attention instead of the implementation. "" for the implementation itself
 attentions: dict[tuple[str, int], str] = {}
 
 
 def configure(backend: str, device_type: str = "cpu") -> str:
-    """Choose and store the implementation for ``Config.backend``. Returns "native", "triton" or "torch".
+    """Choose the implementation for ``Config.backend``, and remember it. Returns "native", "triton" or "torch".
 
     On CUDA every backend uses the Triton ops, except ``backend="torch"``, which uses the slow formulas.
 
@@ -51,8 +56,21 @@ def implementation(tensor: Tensor) -> str:
     return serving(tensor.device.type)
 
 
+def kernel_for(op: str, tensor: Tensor) -> Callable[..., Any] | None:
+    """The C or Triton kernel of an op for this tensor's device; None if the torch formula serves.
+
+    Both have the same arguments: those of the function of this name in ``native.ops``.
+    """
+    serves = implementation(tensor)
+    if serves == "native":
+        return cast("Callable[..., Any]", getattr(ops, op))
+    if serves == "triton":
+        return cast("Callable[..., Any]", getattr(importlib.import_module(f"jetrl_patch.kernels.{_TRITON[op]}"), op))
+    return None
+
+
 def kernels_serve(tensor: Tensor, unless_chosen: bool = False) -> bool:
-    """Whether the Triton kernels were chosen for this tensor's device. Unlike ``implementation``, this makes no choice.
+    """Whether the Triton kernels were chosen for this tensor's device. Unlike ``implementation``, this never chooses.
 
     Args:
         unless_chosen: the answer if nothing was chosen, as with ``align="linear"``.
@@ -68,7 +86,7 @@ def attention(q_THD: Tensor) -> str:
 
 @contextlib.contextmanager
 def attention_by(name: str, device_type: str, head_dim: int) -> Iterator[None]:
-    """While the block runs, ``name`` computes attention of this width."""
+    """Within the block, ``name`` computes attention of this width."""
     before = dict(attentions)
     attentions[device_type, head_dim] = name
     try:
@@ -79,5 +97,5 @@ def attention_by(name: str, device_type: str, head_dim: int) -> Iterator[None]:
 
 
 def chosen_attention(device_type: str) -> str:
-    """What ``exact.trial`` chose instead of the implementation on a device type; "" if nothing."""
+    """What ``exact.trial`` chose for a device type instead of the implementation; "" for nothing."""
     return "+".join(sorted({name for (kind, _), name in attentions.items() if kind == device_type and name}))

@@ -10,22 +10,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl_patch.backends.gpu import written
-from jetrl_patch.exact.dispatch import implementation, kernels_serve
-from jetrl_patch.native import ops
+from jetrl_patch.exact.dispatch import implementation, kernel_for, kernels_serve
 
-# ---- A norm passes its input on to the block's residual: as an attribute of its result, which hooks and wrappers see as a tensor
+# ---- A norm passes its input on to the block's residual: an attribute of its result, so hooks and wrappers still see a tensor
 
 _NAME = "jetrl_passed"
 
 
 def passing(y: Tensor, x: Tensor) -> Tensor:
-    """Attach to a norm's result ``y`` the input ``x`` that it passes on. Returns ``y``."""
+    """Attach the input ``x`` that a norm passes on to its result ``y``. Returns ``y``."""
     setattr(y, _NAME, x)
     return y
 
 
 def passed(norm: Any, x: Tensor) -> tuple[Any, Tensor]:
-    """The result of a norm, and x as the norm passes it on: x itself if the norm passes nothing on, or a wrapper lost it."""
+    """The result of a norm, and x as the norm passes it on. Plain x if it passes nothing on, or a wrapper lost it."""
     y = norm(x)
     if torch.compiler.is_compiling():
         return y, x
@@ -39,13 +38,9 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, passes: bool) -> Any:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         w_K = weight.detach().to(torch.bfloat16)
-        serves = implementation(x)
-        if serves == "native":
-            y, rstd = ops.rms_norm(x_MK, w_K, eps)
-        elif serves == "triton":
-            from jetrl_patch.kernels import norm
-
-            y, rstd = norm.rms_norm(x_MK, w_K, eps)
+        rms_norm_kernel = kernel_for("rms_norm", x)
+        if rms_norm_kernel is not None:
+            y, rstd = rms_norm_kernel(x_MK, w_K, eps)
         else:  # FP64 sums, whose order changes the FP32 result of about one row in 10^8
             exact = x_MK.double()
             rstd = (exact.pow(2).mean(-1) + eps).rsqrt().float()
@@ -67,10 +62,10 @@ def rms_norm_gradients(
     """The gradients of x and of the weight, computed in FP32.
 
     Args:
-        ctx: context of a forward pass with inputs x and weight, which saved their BF16 values [M, K] and [K], and 1/rms FP32 [M].
+        ctx: of a forward pass with inputs x and weight, which saved their BF16 values [M, K] and [K], and 1/rms FP32 [M].
         kernel: use the Triton kernel, not torch's operations.
         dy: the gradient of the result.
-        other: BF16, the gradient of x as the norm passed it on. It is added to the gradient of x, as autograd would.
+        other: BF16, the gradient of the x that the norm passed on. It is added to the gradient of x, as autograd would.
     """
     if dy is None:
         return other, None
@@ -112,11 +107,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_passing(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm, and x for the residual. The residual's gradient is added to the gradient of x in the norm's own kernel.
+    """RMSNorm, and x for the residual. The norm's kernel adds the residual's gradient to the gradient of x.
 
     Returns:
-        The result of ``rms_norm``, and x. If x is BF16 and needs a gradient, the second is an output of the norm, so that its
-        gradient comes back to the norm.
+        The result of ``rms_norm``, and x. If x is BF16 and needs a gradient, the second is an output of the norm, so its gradient
+        comes back to the norm.
     """
     if x.dtype != torch.bfloat16 or not (x.requires_grad and torch.is_grad_enabled()):
         return rms_norm(x, weight, eps), x
@@ -130,13 +125,9 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         g, u = gate.to(torch.bfloat16), up.to(torch.bfloat16)
-        serves, width = implementation(g), g.shape[-1]
-        if serves == "native":
-            y = ops.silu_mul(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
-        elif serves == "triton":
-            from jetrl_patch.kernels import elementwise
-
-            y = elementwise.silu_mul(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
+        silu_mul_kernel, width = kernel_for("silu_mul", g), g.shape[-1]
+        if silu_mul_kernel is not None:
+            y = silu_mul_kernel(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
         else:  # elementwise, so no element can depend on another one
             exact = g.double()
             y = (exact * torch.sigmoid(exact)).to(torch.bfloat16) * u
@@ -189,10 +180,8 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 def rope_frequencies(hf_config: Any) -> Tensor:
     """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
 
-    D is the number of elements of a head that are rotated, usually all.
-
-    Both sides compute the frequencies from the config, because a module's buffer may have been rounded to BF16. They always
-    compute them on the CPU, whatever the default device, because powers on a GPU differ in the last bits.
+    D is the number of elements of a head that are rotated, usually all. Both sides compute the frequencies from the config,
+    because a module's buffer may have been rounded to BF16, and on the CPU, because powers on a GPU differ in the last bits.
 
     Raises:
         ValueError: the rope type is another one.
@@ -222,8 +211,7 @@ def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tupl
     """cos and sin of position * inv_freq, BF16 [positions, D/2].
 
     The angle is Hugging Face's FP32 product. Its cosine is computed in FP64: the last bit may depend on how a vectorized loop
-    splits the table, but is far too small to affect the rounding to BF16. ``scaling`` is the ``attention_scaling`` of the rope
-    type.
+    splits the table, but cannot affect the rounding to BF16. ``scaling`` is the ``attention_scaling`` of the rope type.
     """
     p = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
     angle = (p[:, None] * inv_freq.float()[None, :]).double()
@@ -235,20 +223,17 @@ def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> 
 
     If the tables are narrower than D/2, only the first part of each head is rotated.
 
-    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables, or ``rotate_pair``. Each
-    operation rounds separately in all of them, so the bits are the same.
+    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables, or ``rotate_pair``. All of
+    them round each operation separately, so the bits are the same.
     """
     width = 2 * cos.shape[-1]
     if width < x_ThD.shape[-1]:
         rotated = apply_rotary(x_ThD[..., :width].contiguous(), cos, sin, positions)
         return torch.cat((rotated, x_ThD[..., width:]), -1)
-    serves = implementation(x_ThD)
-    if serves == "native":
-        return ops.rotary(x_ThD, cos, sin, positions)
-    if serves == "triton":
-        from jetrl_patch.kernels import elementwise
-
-        return elementwise.rotary(x_ThD, cos, sin, positions)
+    rotary_kernel = kernel_for("rotary", x_ThD)
+    if rotary_kernel is not None:
+        rotated = rotary_kernel(x_ThD, cos, sin, positions)
+        return rotated
     c, s = (torch.cat((t, t), -1)[positions].unsqueeze(1) for t in (cos, sin))
     low, high = x_ThD.chunk(2, -1)
     return x_ThD * c + torch.cat((-high, low), -1) * s
@@ -282,10 +267,10 @@ def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 
     Args:
         q, k: [B, heads, T, D], BF16 or FP32, with any strides.
-        cos, sin: [B or 1, T, R], BF16 or FP32; the first R elements of a head are rotated.
+        cos, sin: [B or 1, T, R], BF16 or FP32. The first R elements of a head are rotated.
 
     Returns:
-        The rotated queries and keys. None if the kernel does not take such inputs, or under torch.compile, which fuses the
+        The rotated queries and keys. None if the kernel cannot take the inputs, or under torch.compile, which fuses the
         operations itself.
     """
     if torch.compiler.is_compiling() or not kernels_serve(q, unless_chosen=q.is_cuda):

@@ -1,15 +1,15 @@
 """FlashAttention-3 as exact attention on Hopper: one configuration of one kernel for training, prefill and decoding.
 
 vLLM's CUDA wheels contain it, so trainer and rollout call the same binary. The bits of a row depend on the tiles in which its
-keys are read, and the library chooses these from the arguments of a call (Dao-AILab/flash-attention, ``hopper/flash_api.cpp``,
+keys are read. The library chooses these from the arguments of a call (Dao-AILab/flash-attention, ``hopper/flash_api.cpp``,
 ``hopper/heuristics.h`` and ``hopper/tile_size.h``). So every call here
 
-- gives a longest query of at least ``LONGEST``. With 1, the library drops the causal mask; with a few, it takes a smaller tile;
-  and either changes the tiles of keys. The value is only a bound: the kernel reads the actual lengths on the device;
+- gives a longest query of at least ``LONGEST``. With 1, the library drops the causal mask; with a few, it uses a smaller tile.
+  Either changes the tiles of keys. The value is only a bound: the kernel reads the actual lengths on the device;
 - reads keys from pages, in the trainer too, because contiguous keys may get other tiles;
 - does not split a row's keys (``num_splits=1``).
 
-The library does not promise that rows are then equal. ``exact.trial`` tests it on the machine before it is used.
+The library does not promise that rows are then equal, so ``exact.trial`` tests that on the machine first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLASH3 = "flash3"
 MODULE = "vllm.vllm_flash_attn"
 #: smallest "longest query": more than 64 rows of packed heads, and more than one tile of 128
 LONGEST = 256
-#: tokens per page of the trainer's keys, as in vLLM's cache. Less than a tile, because whole tiles would be loaded in another way
+#: tokens per page of the trainer's keys, as in vLLM's cache. Less than a tile, because whole tiles are loaded in another way
 PAGE = 16
 #: the arguments of ``flash_attn_varlen_func`` that are used here
 ARGUMENTS = frozenset(
@@ -43,7 +43,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 @functools.cache
 def find() -> tuple[Kernel | None, str]:
-    """The library's ``flash_attn_varlen_func`` and "", or None and what is missing. Launches no kernel."""
+    """The library's ``flash_attn_varlen_func`` and "", or None and the reason. Launches no kernel."""
     ok, reason = check_hopper()
     if not ok:
         return None, reason
@@ -51,7 +51,7 @@ def find() -> tuple[Kernel | None, str]:
         module: Any = importlib.import_module(MODULE)
         if not module.is_fa_version_supported(3):
             return None, f"no FlashAttention-3: {module.fa_version_unsupported_reason(3)}"
-    except Exception as error:  # an extension that does not load raises anything
+    except Exception as error:  # an extension that fails to load may raise anything
         return None, f"{MODULE} cannot be imported ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     kernel: Kernel = module.flash_attn_varlen_func
     absent = ARGUMENTS - set(inspect.signature(kernel).parameters)
@@ -79,27 +79,14 @@ def attention_paged(
     if kernel is None:
         raise RuntimeError(missing)
     found, lse = kernel(
-        q_THD,
-        k_cache,
-        v_cache,
-        max_seqlen_q=max(q_THD.shape[0], LONGEST),
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_k=block_table.shape[1] * k_cache.shape[1],
-        seqused_k=seq_lens,
-        block_table=block_table,
-        softmax_scale=scale,
-        causal=True,
-        num_splits=1,
-        return_softmax_lse=True,
-        out=out,
-        fa_version=3,
-    )
+        q_THD, k_cache, v_cache, cu_seqlens_q=query_start_loc, max_seqlen_q=max(q_THD.shape[0], LONGEST), seqused_k=seq_lens,
+        max_seqlen_k=block_table.shape[1] * k_cache.shape[1], block_table=block_table, softmax_scale=scale, causal=True,
+        num_splits=1, return_softmax_lse=True, out=out, fa_version=3,
+    )  # fmt: skip
     return found, lse.t()
 
 
-def attention_varlen(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over packed sequences: BF16 [T, H, D] and the log-sum-exp FP32 [T, H], contiguous."""
     k_cache, v_cache, table = pages(k_TKD, v_TKD, cu_seqlens)
     out, lse = attention_paged(q_THD, k_cache, v_cache, table, cu_seqlens.diff(), cu_seqlens, scale)

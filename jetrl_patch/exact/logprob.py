@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from jetrl_patch.exact.dispatch import implementation, kernels_serve
+from jetrl_patch.exact.dispatch import kernel_for, kernels_serve
 from jetrl_patch.native import ops
 
 __all__ = ["ROWS", "chunked_log_probs"]
@@ -19,45 +20,39 @@ __all__ = ["ROWS", "chunked_log_probs"]
 # ---- BF16 linear layers with independent rows: ``lm_head``, and layers kept out of FP8 -----------
 
 def _product(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    serves = implementation(x_MK)
-    if serves == "native":
-        return ops.bf16_gemm(x_MK, w_NK, out_dtype)
-    if serves == "triton":
-        from jetrl_patch.kernels import head
-
-        return head.bf16_gemm(x_MK, w_NK, out_dtype)
-    return (x_MK.double() @ w_NK.double().t()).to(out_dtype)
+    bf16_gemm = kernel_for("bf16_gemm", x_MK)
+    product: Tensor = (x_MK.double() @ w_NK.double().t()).to(out_dtype) if bf16_gemm is None else bf16_gemm(x_MK, w_NK, out_dtype)
+    return product
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype, splits: int) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         w_NK = weight.detach().to(torch.bfloat16)
         if splits == 1:
-            y = _product(x_MK, w_NK, torch.bfloat16)
+            y = _product(x_MK, w_NK, out_dtype)
         else:  # as a row-parallel rollout: FP32 partial sums, added in rank order, rounded once
-            total: Tensor | None = None
-            for xs, ws in zip(x_MK.chunk(splits, 1), w_NK.chunk(splits, 1), strict=True):
-                part = _product(xs, ws, torch.float32)
-                total = part if total is None else total + part
-            assert total is not None
-            y = total.to(torch.bfloat16)
+            pairs = zip(x_MK.chunk(splits, 1), w_NK.chunk(splits, 1), strict=True)
+            y = functools.reduce(torch.add, (_product(*pair, torch.float32) for pair in pairs)).to(out_dtype)
         ctx.save_for_backward(x_MK, w_NK)
-        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
-        return y.view(*x.shape[:-1], -1)
+        ctx.x_dtype, ctx.w_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
+        return y.view(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_MK, w_NK = ctx.saved_tensors
         grad = grad_outputs[0]
-        g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16)
+        g_MN = grad.reshape(-1, grad.shape[-1]).to(ctx.out_dtype)
+        product = ops.product
+        if ctx.out_dtype == torch.float32:
+            x_MK, w_NK, product = x_MK.float(), w_NK.float(), torch.mm
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = ops.product(g_MN, w_NK).to(ctx.x_dtype).view(*grad.shape[:-1], -1)
+            dx = product(g_MN, w_NK).to(ctx.x_dtype).view(*grad.shape[:-1], w_NK.shape[1])
         if ctx.needs_input_grad[1]:
-            dw = ops.product(g_MN.t(), x_MK).to(ctx.w_dtype)
-        return dx, dw, None
+            dw = product(g_MN.t(), x_MK).to(ctx.w_dtype)
+        return dx, dw, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 1) -> Tensor:
@@ -72,8 +67,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 
     Returns:
         BF16 [..., N]. Gradients use ordinary BF16 products.
     """
-    result: Tensor = _Linear.apply(x, weight, splits)
+    result: Tensor = _Linear.apply(x, weight, torch.bfloat16, splits)
     return result if bias is None else result + bias.to(torch.bfloat16)
+
+
+def head_linear_fp32(x: Tensor, w_VK: Tensor) -> Tensor:
+    """Unrounded FP32 logits [..., V] of BF16 hidden states [..., K] and weight [V, K]. Gradients are computed in FP32."""
+    result: Tensor = _Linear.apply(x, w_VK, torch.float32, 1)
+    return result
 
 
 def partial_sum(x_MK: Tensor, w_NK: Tensor) -> Tensor:
@@ -81,54 +82,20 @@ def partial_sum(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     return _product(x_MK, w_NK, torch.float32)
 
 
-class _Fp32Head(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        w_VK = weight.detach().to(torch.bfloat16)
-        ctx.save_for_backward(x_MK, w_VK)
-        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
-        return _product(x_MK, w_VK, torch.float32).view(*x.shape[:-1], w_VK.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_MK, w_VK = ctx.saved_tensors
-        grad = grad_outputs[0]
-        g_MV = grad.reshape(-1, grad.shape[-1]).float()
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.mm(g_MV, w_VK.float()).to(ctx.x_dtype).view(*grad.shape[:-1], w_VK.shape[1])
-        if ctx.needs_input_grad[1]:
-            dw = torch.mm(g_MV.t(), x_MK.float()).to(ctx.w_dtype)
-        return dx, dw
-
-
-def head_linear_fp32(x: Tensor, w_VK: Tensor) -> Tensor:
-    """Unrounded FP32 logits [..., V] of BF16 hidden states [..., K] and weight [V, K]. Gradients are computed in FP32."""
-    result: Tensor = _Fp32Head.apply(x, w_VK)
-    return result
-
-
-def head_linear(x_MK: Tensor, w_VK: Tensor) -> Tensor:
-    """BF16 logits [..., V] of hidden states [..., K] and the current ``lm_head`` weight [V, K]."""
-    return linear(x_MK, w_VK)
-
-
 # ---- The single definition of a token's log-prob: log-softmax in FP32 of the logits, divided by the temperature
-# The formula needs FP32 copies of the logits, which at a vocabulary of 150,000 are larger than the model's activations. A row's
+# The formula needs FP32 copies of the logits. At a vocabulary of 150,000 these are larger than the model's activations. A row's
 # log-prob and gradient depend only on that row, so both passes work in blocks of rows and hold the copies of one block at a time.
-# The backward pass runs autograd over the same formula, block by block, so every bit is that of a single pass over all rows.
+# The backward pass runs autograd over the same formula block by block, so every bit is that of a single pass over all rows.
 #
-# On a GPU one kernel computes the gradient without FP32 copies: it reads the logits once and writes their gradient once. For
-# this, the forward pass keeps the largest logit of each row and its log-prob. FP32 copies of a block remain only if ``edit`` is
-# given.
+# On a GPU, one kernel computes the gradient without FP32 copies: it reads the logits once and writes their gradient once. For
+# this, the forward pass keeps each row's largest logit and its log-prob. FP32 copies of a block remain only with an ``edit``.
 
 #: bytes of one FP32 copy of a block; the backward pass in torch's operations holds about four copies
 BLOCK_BYTES = 64 << 20
-#: the rows of a block are a multiple of this, so that a row has the same alignment to 16 bytes in its block as among all rows
+#: the rows of a block are a multiple of this: a row has the same alignment to 16 bytes in its block as among all rows
 _MULTIPLE = 16
 
-#: changes a block of FP32 logits [rows, V], differentiably, before the division by the temperature. The slice gives the rows
+#: changes a block of FP32 logits [rows, V], differentiably, before the division by the temperature. The slice says which rows
 Edit = Callable[[Tensor, slice], Tensor]
 
 
@@ -147,7 +114,7 @@ def token_log_probs(
 
     On CUDA this is also vLLM's own formula: torch's log-softmax, with one thread block per row, whose size depends on V. It
     groups a row's elements by the row's alignment to 16 bytes, which is the same for all rows if V is a multiple of 4 (or at most
-    1024). For other vocabularies, ``exact.trial`` tests it on the machine.
+    1024). ``exact.trial`` tests other vocabularies on the machine.
 
     Args:
         temperature: a number, or a tensor that broadcasts against [..., 1].
@@ -273,14 +240,14 @@ def _by_kernel(
         (found[part],) = torch.autograd.grad(x, block, dx)
 
 
-# ---- Log-probs and entropy from hidden states, a few rows at a time, so that the logits of a whole batch never exist
+# ---- Log-probs and entropy from hidden states, a few rows at a time: the logits of a whole batch never exist
 # The FP32 logits of a micro-batch of T = 16,384 tokens and a vocabulary of V = 152,064 take 10 GB. So frameworks offer "fused
 # kernels", which compute
 #
 #     z [t, V] = H [t, K] · W^T         l [t] = log-softmax(z / temperature)[label]         e [t] = -Σ_v p_v log p_v
 #
 # for t rows at a time, and again in the backward pass. Here z comes from the run's own head, and l from the single definition of
-# a token's log-prob. In both, a row's bits do not depend on other rows, so they do not depend on t.
+# a token's log-prob. In both, rows are independent, so the results do not depend on t.
 
 #: number of rows whose logits exist at the same time
 ROWS = 512

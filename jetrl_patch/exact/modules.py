@@ -18,7 +18,7 @@ __all__ = ["check_family"]
 
 
 # ---- Exact counterparts of Hugging Face modules, for the trainer, and for vLLM if it runs Hugging Face code
-# ``swap`` changes a module's class in place. The module keeps its parameters and name and remains an instance of its original
+# ``swap`` changes a module's class in place. The module keeps its parameters and name and is still an instance of its original
 # class.
 
 class ExactNorm:
@@ -59,7 +59,7 @@ class ExactRotary:
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up, so that the table rarely grows
+        tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up: the table rarely grows
         cos, sin = self._table(max(tokens, longest_context(self.config)), x.device)
         try:
             cos, sin = cos[position_ids], sin[position_ids]
@@ -71,20 +71,20 @@ class ExactRotary:
         if self._jetrl_table is None or self._jetrl_table[0].shape[0] < size:
             self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size)
         cos, sin = self._jetrl_table
-        if cos.device != device:  # both sides compute it on the CPU, then move it to the device
+        if cos.device != device:  # both sides compute it on the CPU
             self._jetrl_table = cos, sin = cos.to(device), sin.to(device)
         return cos, sin
 
 
 def longest_context(config: Any) -> int:
-    """The model's maximum number of positions, as vLLM derives it from the config: linear scaling multiplies it."""
+    """The model's maximum number of positions, as vLLM derives it from the config. Linear scaling multiplies it."""
     rope = rope_parameters(config)
     factor = rope.get("factor", 1.0) if rope["rope_type"] == "linear" else 1.0
     return math.ceil(config.max_position_embeddings * max(1.0, factor))
 
 
 class ExactEmbedding:
-    """Embedding in BF16, the residual stream's dtype, whatever the dtype of the master weights."""
+    """Embedding in BF16, the dtype of the residual stream, whatever the dtype of the master weights."""
 
     weight: Tensor
 
@@ -134,9 +134,8 @@ class ExactChoice:
     routed_scaling_factor: float
 
     def route_tokens_to_experts(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-        rule = ops.Sigmoid(
-            self.gate.e_score_correction_bias, self.n_group, self.topk_group, self.routed_scaling_factor
-        )
+        groups = (self.n_group, self.topk_group)
+        rule = ops.Sigmoid(self.gate.e_score_correction_bias, *groups, self.routed_scaling_factor)
         weights_Tk, ids_Tk = ops.route(router_logits, self.top_k, self.norm_topk_prob, rule)
         return ids_Tk, weights_Tk
 
@@ -177,14 +176,8 @@ def check_family(hf_config: Any) -> Family:
     if model_type not in covered:
         known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         why = f" ({known.uncovered['exact']})" if known else ""
-        raise ModelError(
-            explain(
-                'align="exact"',
-                required=f"one of the model families {', '.join(covered)}",
-                found=f"model_type={model_type!r}{why}",
-                fix=_WAY_OUT,
-            )
-        )
+        required, found = f"one of the model families {', '.join(covered)}", f"model_type={model_type!r}{why}"
+        raise ModelError(explain('align="exact"', required=required, found=found, fix=_WAY_OUT))
     family = covered[model_type]
     problems = []
     architectures = getattr(hf_config, "architectures", None) or [family.causal_lm]
@@ -198,8 +191,7 @@ def check_family(hf_config: Any) -> Family:
     if rope["rope_type"] not in _ROPE_TYPES:
         problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(_ROPE_TYPES)})")
     if problems:
-        ways = "".join(f"{fix}, or " for fix in dict.fromkeys(s.fix for s in broken if s.fix))
-        fix = ways + _WAY_OUT
+        fix = " or ".join([*dict.fromkeys(f"{setting.fix}," for setting in broken if setting.fix), _WAY_OUT])
         raise ModelError(
             f'align="exact" does not cover this {model_type} model: {"; ".join(problems)}. {fix[0].upper()}{fix[1:]}.'
         )

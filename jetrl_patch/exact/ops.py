@@ -12,11 +12,10 @@ from jetrl_patch.exact.elementwise import (
     rotate_pair,
     silu_mul,
 )
-from jetrl_patch.exact.logprob import head_linear, head_linear_fp32, linear, partial_sum, token_log_probs
+from jetrl_patch.exact.logprob import head_linear_fp32, linear, partial_sum, token_log_probs
 from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [
-    "Sigmoid", "apply_rotary", "attention_paged", "attention_varlen", "head_linear", "head_linear_fp32", "linear",
-    "partial_sum", "rms_norm", "rms_norm_passing", "rope_frequencies", "rotary_table", "rotate_pair", "route", "silu_mul",
-    "token_log_probs",
+    "Sigmoid", "apply_rotary", "attention_paged", "attention_varlen", "head_linear_fp32", "linear", "partial_sum", "rms_norm",
+    "rms_norm_passing", "rope_frequencies", "rotary_table", "rotate_pair", "route", "silu_mul", "token_log_probs",
 ]  # fmt: skip

@@ -6,9 +6,8 @@ Other models score each expert by itself. A bias that balances the load corrects
 
     p = sigmoid(logits), FP32        the k largest c = p + bias, within the best groups of experts        w_e = scale * (as above)
 
-A group is ranked by the sum of its two largest c. A token's experts are in ascending order, which is also the order in which
-their outputs are added. torch's ``topk`` leaves ties open, and a softmax that sums in another order may change the last bit of a
-weight.
+A group is ranked by the sum of its two largest c. A token's experts are in ascending order. Their outputs are added in this
+order too. torch's ``topk`` leaves ties open, and a softmax that sums in another order may change the last bit of a weight.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.exact.dispatch import implementation
-from jetrl_patch.native import ops
+from jetrl_patch.exact.dispatch import kernel_for
 
 __all__ = ["Sigmoid", "route"]
 
 #: these models add it to the sum of the chosen scores, which may all be zero
 _TINY = 1e-20
-#: what its errors are about
+#: the subject of its errors
 _ROUTER = "the router of a mixture of experts"
 
 
@@ -34,7 +32,7 @@ class Sigmoid(NamedTuple):
     """The second of the two rules.
 
     Attributes:
-        bias: the correction bias [E], FP32. It has no gradient.
+        bias: the correction bias [E], FP32. It gets no gradient.
         groups: number of equal groups of experts.
         kept: number of groups from which a token's experts are chosen.
         scale: factor of all weights.
@@ -49,12 +47,8 @@ class Sigmoid(NamedTuple):
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None) -> tuple[Tensor, Tensor]:
-        serves = implementation(logits_TE)
-        if serves == "native":
-            weights_Tk, ids_Tk = ops.route(logits_TE.float(), k, renormalize, *(rule or ()))
-        elif serves == "triton":
-            from jetrl_patch.kernels.mixture import route as in_one_launch
-
+        in_one_launch = kernel_for("route", logits_TE)
+        if in_one_launch is not None:
             logits = logits_TE if logits_TE.dtype == torch.bfloat16 else logits_TE.float()
             weights_Tk, ids_Tk = in_one_launch(logits, k, renormalize, *(rule or ()))
         else:  # FP64 sums, whose order changes about one FP32 weight in 10^8
@@ -100,7 +94,7 @@ def _descending(values: Tensor) -> Tensor:
 
 
 def _corrected(p_TE: Tensor, rule: Sigmoid) -> Tensor:
-    """The values by which experts are chosen: scores plus bias, and minus infinity in the groups that are not kept."""
+    """The values by which experts are chosen: scores plus bias, or minus infinity in groups that are not kept."""
     c_TE = p_TE + rule.bias
     if rule.kept == rule.groups:
         return c_TE

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_patch.backends.row_equality import Verdict
+from jetrl_patch.backends.row_equality import Unequal, Verdict, require_equal
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact import dispatch, flash3, ops
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
-# The ops are written so that a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial
-# compares each op's decode rows with the same rows of a packed batch. For CPUs the test suite does this.
+# In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
+# decode rows with the same rows of a packed batch. For CPUs the test suite does this.
 
 #: lengths of the packed sequences: tile edges, partial tiles, and a long one with many key blocks in three chunks
 LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
@@ -25,9 +25,9 @@ LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
 PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
 #: tokens per block of the trial's cache, unless the engine's size is given
 PAGE = 16
-#: columns of ``lm_head`` and rows of the log-softmax in the trial. Neither selects a kernel
+#: columns of ``lm_head`` and rows of the log-softmax. Neither selects a kernel
 COLUMNS, SCORED = 4096, 64
-#: first row of a weight's shard on a tensor-parallel rank: inside a tile, as when Qwen's vocabulary is split over eight ranks
+#: first row of a weight's shard on a tensor-parallel rank: inside a tile, as when eight ranks split Qwen's vocabulary
 HELD = 48
 
 _proven: set[tuple[object, ...]] = set()
@@ -56,26 +56,24 @@ class _Trial:
     def integers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def rows(self, call: Callable[[slice], Tensor], total: int) -> Verdict:
+    def rows(self, call: Callable[[slice], Tensor], total: int) -> str:
         """Compare the rows that ``call`` computes from the whole batch with those from parts of it."""
         whole = call(slice(0, total))
         for start, count in PARTS:
             part = slice(start, start + count)
             if part.stop <= total:
-                verdict = _equal(call(part), whole[part], f"{count} rows differ from those of {total}")
-                if not verdict.ok:
-                    return verdict
-        return Verdict(True, f"equal bits in batches of 1 to {total} rows")
+                require_equal(call(part), whole[part], f"values: {count} rows differ from those of {total}")
+        return f"equal bits in batches of 1 to {total} rows"
 
-    def norm(self, width: int) -> Verdict:
+    def norm(self, width: int) -> str:
         x, w = self.random(self.tokens, width), self.random(width)
         return self.rows(lambda part: ops.rms_norm(x[part], w, 1e-6), self.tokens)
 
-    def silu(self) -> Verdict:
+    def silu(self) -> str:
         both = self.random(self.tokens, 2 * self.sizes.intermediate)
         return self.rows(lambda part: ops.silu_mul(*both[part].chunk(2, 1)), self.tokens)
 
-    def rotary(self) -> Verdict:
+    def rotary(self) -> str:
         """Compare also with Hugging Face's expression, and with the trainer's kernel for it if there is one."""
         x = self.random(self.tokens, self.sizes.heads, self.sizes.head_dim)
         frequencies = 1e4 ** (-torch.arange(0, self.sizes.head_dim, 2) / self.sizes.head_dim)
@@ -87,27 +85,25 @@ class _Trial:
         by_head = x.transpose(0, 1)[None]
         pair = ops.rotate_pair(by_head, by_head, c.squeeze(1)[None], s.squeeze(1)[None]) or ()
         for trainers in (theirs, *(y[0].transpose(0, 1) for y in pair)):
-            verdict = _equal(ours, trainers, "differ from the trainer's")
-            if not verdict.ok:
-                return verdict
+            require_equal(ours, trainers, "values: differ from the trainer's")
         return self.rows(lambda part: ops.apply_rotary(x[part], cos, sin, places[part]), self.tokens)
 
-    def head(self, dtype: torch.dtype) -> Verdict:
+    def head(self, dtype: torch.dtype) -> str:
         hidden = self.sizes.hidden
         x, w = self.random(self.tokens, hidden), self.random(min(self.sizes.vocab, COLUMNS), hidden)
-        product = ops.head_linear if dtype == torch.bfloat16 else ops.partial_sum
-        verdict = self.rows(lambda part: product(x[part], w), self.tokens)
-        if not verdict.ok:
-            return verdict
+        product = ops.linear if dtype == torch.bfloat16 else ops.partial_sum
+        found = self.rows(lambda part: product(x[part], w), self.tokens)
         whole = product(x[:SCORED], w)[:, HELD:]
-        return _equal(product(x[:SCORED], w[HELD:].contiguous()), whole, f"differ for a rank that holds rows from {HELD} on")
+        shard = product(x[:SCORED], w[HELD:].contiguous())
+        require_equal(shard, whole, f"values: differ for a rank that holds rows from {HELD} on")
+        return found
 
-    def log_probs(self) -> Verdict:
+    def log_probs(self) -> str:
         logits = self.random(SCORED, self.sizes.vocab) * 4
         labels = torch.arange(SCORED, device=self.device) % self.sizes.vocab
         return self.rows(lambda part: ops.token_log_probs(logits[part], labels[part], 0.7), SCORED)
 
-    def attention(self) -> Verdict:
+    def attention(self) -> str:
         """Compare packed sequences with decode steps, chunks and prompts over a paged cache, and with each sequence alone."""
         s, scale = self.sizes, self.sizes.head_dim**-0.5
         ends = [0, *itertools.accumulate(self.lengths)]
@@ -126,18 +122,15 @@ class _Trial:
             starts = [0, *itertools.accumulate(fresh for _, fresh in plan)]
             seen_now = self.integers([seen for seen, _ in plan])
             out = ops.attention_paged(q[picked], k_cache, v_cache, table, seen_now, self.integers(starts), scale)
-            verdict = _equal(out, trained[picked], f"differ between {what} over a paged cache and a packed batch")
-            if not verdict.ok:
-                return verdict
+            require_equal(out, trained[picked], f"values: differ between {what} over a paged cache and a packed batch")
         for a, b in itertools.pairwise(ends):
             alone = ops.attention_varlen(q[a:b], k[a:b], v[a:b], self.integers([0, b - a]), scale)
-            verdict = _equal(alone, trained[a:b], f"differ between a sequence of {b - a} alone and in a packed batch")
-            if not verdict.ok:
-                return verdict
-        return Verdict(True, "equal bits in decode steps, chunks, prompts and packed batches")
+            where = f"values: differ between a sequence of {b - a} alone and in a packed batch"
+            require_equal(alone, trained[a:b], where)
+        return "equal bits in decode steps, chunks, prompts and packed batches"
 
     def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A paged cache with the sequences' blocks in random order and NaN in unwritten slots."""
+        """A paged cache: the sequences' blocks in random order, NaN in unwritten slots."""
         page = self.page
         needs = [-(-n // page) for n in self.lengths]
         order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
@@ -154,15 +147,11 @@ class _Trial:
         return k_cache, v_cache, table.to(k.device)
 
 
-def _equal(a: Tensor, b: Tensor, otherwise: str) -> Verdict:
-    bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
-    unequal = int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
-    return Verdict(not unequal, f"{unequal} of {a.numel()} values: {otherwise}" if unequal else "equal")
-
-
-def _tried(call: Callable[[], Verdict]) -> Verdict:
+def _tried(call: Callable[[], str]) -> Verdict:
     try:
-        return call()
+        return Verdict(True, call())
+    except Unequal as difference:
+        return Verdict(False, str(difference))
     except Exception as error:  # a compiler, a library or a driver may raise anything
         return Verdict(False, f"{type(error).__name__}: {error}")
 
@@ -171,7 +160,7 @@ def _tried(call: Callable[[], Verdict]) -> Verdict:
 def compare_attention(
     heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS
 ) -> Verdict:
-    """The verdict of ``compare_ops`` on attention. Works also while a framework's default device is another one (meta).
+    """The verdict of ``compare_ops`` on attention. The default device may be any (a framework may have set meta).
 
     Args:
         heads: number of query heads, and of key/value heads.
@@ -184,9 +173,9 @@ def compare_attention(
 def compare_ops(
     sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE
 ) -> Iterator[tuple[str, Verdict]]:
-    """Yield each op's name and verdict, on any device. It waits for the device, so do not call it during graph capture."""
+    """Yield each op's name and verdict, on any device. Waits for the device, so do not call it during graph capture."""
     trial = _Trial(sizes, device, lengths, page)
-    tried: dict[str, Callable[[], Verdict]] = {
+    tried: dict[str, Callable[[], str]] = {
         "attention": trial.attention,
         f"RMSNorm of width {sizes.hidden}": partial(trial.norm, sizes.hidden),
         f"RMSNorm of width {sizes.head_dim}": partial(trial.norm, sizes.head_dim),
@@ -201,24 +190,19 @@ def compare_ops(
 
 
 def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE) -> None:
-    """Run ``compare_ops``, once per process for each device and set of sizes. On a CPU it does nothing.
+    """Run ``compare_ops`` once per process for each device and set of sizes; never on a CPU.
 
     Raises:
-        ModelError: an op depends on its batch or cannot run, so rollout and trainer would disagree.
+        ModelError: an op depends on the batch or cannot run. Rollout and trainer would disagree.
     """
     key = (*sizes, page, str(device))
     if device.type == "cpu" or key in _proven:
         return
     for name, verdict in compare_ops(sizes, device, LENGTHS, page):
         if not verdict.ok:
-            raise ModelError(
-                explain(
-                    f"align='exact' on {device}, {name}",
-                    required="rows that do not depend on the batch",
-                    found=verdict.found,
-                    fix="use align='linear' (shared FP8 linears, a small mismatch)",
-                )
-            )
+            what, fix = f"align='exact' on {device}, {name}", "use align='linear' (shared FP8 linears, a small mismatch)"
+            required = "rows that do not depend on the batch"
+            raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
     torch.cuda.empty_cache()
     _proven.add(key)
 
@@ -231,10 +215,8 @@ logger = logging.getLogger(__name__)
 _attention_tried: dict[tuple[object, ...], str] = {}
 
 
-def choose_attention(
-    asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int = PAGE
-) -> str:
-    """Choose what computes attention with this head width. Both sides of a run must choose the same, which a sync checks.
+def choose_attention(asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int = PAGE) -> str:
+    """Choose what computes attention with this head width. Both sides of a run must agree, which a weight sync checks.
 
     The trial runs once per process and set of sizes.
 
@@ -262,21 +244,16 @@ def _choose(asked: str, heads: tuple[int, int], head_dim: int, device: torch.dev
         logger.info("jetrl_patch: exact attention by FlashAttention-3, whose rows are equal on this GPU")
         return flash3.FLASH3
     if asked == flash3.FLASH3:
-        raise ConfigError(
-            explain(
-                "exact_attention='flash3'",
-                required="FlashAttention-3 with rows that do not depend on the batch",
-                found=found,
-                fix="use exact_attention='auto' or 'triton'",
-            )
-        )
+        required = "FlashAttention-3 with rows that do not depend on the batch"
+        fix = "use exact_attention='auto' or 'triton'"
+        raise ConfigError(explain("exact_attention='flash3'", required=required, found=found, fix=fix))
     logger.info("jetrl_patch: exact attention by the project's Triton kernel; FlashAttention-3 does not serve: %s", found)
     return ""
 
 
 def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:
     """Why FlashAttention-3 cannot be used on a device; "" if it can."""
-    if dispatch.serving(device.type) != "triton":  # its backward is the project's
+    if dispatch.serving(device.type) != "triton":  # FlashAttention-3 runs with the backward of the Triton kernels
         return "the torch formulas in its place (backend='torch')"
     kernel, missing = flash3.find()
     if kernel is None:

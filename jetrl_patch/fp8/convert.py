@@ -1,9 +1,9 @@
-"""Convert a Hugging Face model in place: linear layers, experts, the weights that FSDP2 gathers in FP8; and how much of it is
-FP8."""
+"""Convert a Hugging Face model in place: linear layers, experts, weights that FSDP2 gathers in FP8. Count its share of FP8."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,9 +37,10 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     """Names of the FP8 layers in model order: those to convert, those of experts, and TransformerEngine's own.
 
     Raises:
-        ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, a layer is neither a plain
-            ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), a block holds stacked matrices that are not
-            experts, or ``exclude`` names only some experts of a block.
+        ModelError: there is nothing to quantize; a pattern of ``exclude`` matches nothing, or only some experts of a block; a
+        layer is
+            neither a plain ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA); or a block holds stacked matrices
+            that are not experts.
     """
     experts = expert_modules(model)
     _refuse_stacks(model, experts)
@@ -66,45 +67,36 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     plain = (nn.Linear, Fp8Linear, type(None))
     foreign = [n for n in chosen if type(linears[n]) not in plain and not is_te_linear(linears[n])]
     if foreign:
-        kinds = sorted({type(linears[name]).__name__ for name in foreign})
-        raise ModelError(
-            explain(
-                "FP8 layers",
-                required="plain nn.Linear",
-                found=f"{len(foreign)} of type {', '.join(kinds)} (first: {foreign[0]})",
-                fix="switch off the other quantization or LoRA, or exclude these layers with exclude=",
-            )
-        )
+        kinds = ", ".join(sorted({type(linears[name]).__name__ for name in foreign}))
+        found = f"{len(foreign)} of type {kinds} (first: {foreign[0]})"
+        fix = "switch off the other quantization or LoRA, or exclude these layers with exclude="
+        raise ModelError(explain("FP8 layers", required="plain nn.Linear", found=found, fix=fix))
     return chosen
 
 
 def _refuse_stacks(model: nn.Module, experts: Collection[str]) -> None:
-    """Raise ModelError for a 3-D parameter of a block that does not hold experts: its matrices would stay in BF16."""
+    """Raise ModelError for a 3-D parameter of a block that does not hold experts, because its matrices would stay in BF16."""
     for owner, module in model.named_modules():
         if owner in experts or isinstance(module, nn.modules.conv._ConvNd) or is_te_linear(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             shape = whole_shape(parameter)
             if len(shape) == 3 and is_quantized(owner, ()):
-                raise ModelError(
-                    explain(
-                        f"FP8 layers of {type(model).__name__}",
-                        required="every matrix of a transformer block in a linear layer (these experts are not supported)",
-                        found=f"{owner}.{name} of shape {list(shape)}",
-                        fix=f"use a dense model, or {UNQUANTIZED}",
-                    )
-                )
+                required = "every matrix of a transformer block in a linear layer (these experts are not supported)"
+                what, found = f"FP8 layers of {type(model).__name__}", f"{owner}.{name} of shape {list(shape)}"
+                raise ModelError(explain(what, required=required, found=found, fix=f"use a dense model, or {UNQUANTIZED}"))
 
 
 def split_layers(model: nn.Module, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tuple[list[str], list[str]]:
-    """Names of the layers that are quantized, and of those that ``on_cut="bf16"`` leaves in BF16, in model order.
+    """Names of the quantized layers, and of those that ``on_cut="bf16"`` leaves in BF16, in model order.
 
     Args:
         rollout_tp: the rollout's tensor-parallel size. rollout_ep: its expert-parallel size.
 
     Raises:
-        ModelError: as ``select_layers`` and ``check_experts``; a split cuts a block and ``on_cut`` is "refuse"; or such a layer
-            is TransformerEngine's, which stays in FP8.
+        ModelError: as ``select_layers`` and ``check_experts``; or a split cuts a block, and ``on_cut`` is "refuse" or the layer
+        is
+            TransformerEngine's, which stays in FP8.
         ConfigError: as ``ExpertSplit.of``.
     """
     names, modules = select_layers(model, config.exclude), dict(model.named_modules())
@@ -134,17 +126,14 @@ def swap_linears(
 ) -> list[str]:
     """Turn every selected layer into an ``Fp8Linear``, and give experts their state. Parameters and names do not change.
 
-    TransformerEngine's layers are left as they are: they already compute in this format, or are refused.
-
-    Works on meta tensors and on ZeRO-3's emptied parameters, because it reads no weight.
+    Reads no weight, so it works on meta tensors and on ZeRO-3's emptied parameters. TransformerEngine's layers already compute in
+    this format and stay as they are, or are refused.
 
     Args:
-        backend: a resolved name from ``backends``, not "auto".
-        k_splits: the rollout's tensor-parallel size, which must not cut a block.
-        names: the layers to convert; by default those that ``select_layers`` chooses.
-        rollout_ep: the rollout's expert-parallel size.
-        exact: form the FP32 sums that the rollout's ranks add in rank order, and give experts in BF16 products with independent
-            rows.
+        backend: a resolved name from ``backends``, not "auto". k_splits: the rollout's tensor-parallel size, which must not cut a
+        block. names: the layers to convert; by default those of ``select_layers``. rollout_ep: the rollout's expert-parallel
+        size. exact: form the FP32 sums that the rollout's ranks add in rank order, and give experts in BF16 products with
+        independent rows.
 
     Returns:
         The names of the FP8 modules.
@@ -167,41 +156,37 @@ def swap_linears(
 
 
 # ---- Find the experts of a Hugging Face model, and give them their FP8 state ---------------------
-# transformers keeps the experts of a block in one module with two parameters, ``gate_up_proj [E, 2I, H]`` and
-# ``down_proj [E, H, I]``. Everywhere else (checkpoints, exclude patterns, the weight sync) an expert is three layers:
-# ``….experts.3.gate_proj``, ``up_proj`` and ``down_proj``, each with a weight of two dimensions.
+# transformers keeps the experts of a block in one module with two parameters, ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H,
+# I]``. Everywhere else (checkpoints, exclude patterns, the weight sync) an expert is three layers: ``….experts.3.gate_proj``,
+# ``up_proj`` and ``down_proj``.
 
-#: where a module of experts keeps its ``Experts``
+#: attribute of a module of experts for its ``Experts``
 ATTRIBUTE = "jetrl_experts"
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold the experts of a block, by name. Recognised by class, so part of a model is enough."""
+    """The modules that hold the experts of a block, by name. Recognized by class, so part of a model is enough."""
     kinds = {family.experts for family in FAMILIES.values() if family.mixture}
     return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
 
 
 def experts_of(module: Any) -> Experts | None:
-    """What ``attach_experts`` gave a module; None for every other one."""
+    """The ``Experts`` that ``attach_experts`` gave a module, or None."""
     return getattr(module, ATTRIBUTE, None)
 
 
 def layers_of(name: str, module: Any) -> list[str]:
-    """The names of the layers that a module of experts stands for."""
+    """The names of the layers in a module of experts."""
     return matrices_of(name, whole_shape(module.gate_up_proj)[0])
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter; under ZeRO-3 that of the whole."""
+    """The shape of a parameter; under ZeRO-3, that of the whole parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit = WHOLE) -> None:
-    """Check the experts of all blocks.
-
-    Raises:
-        ModelError: ``exclude`` names only some experts of a block, or the rollout cannot split them over its ranks this way.
-    """
+    """Raise ModelError if ``exclude`` names only some experts of a block, or the rollout cannot split them like this."""
     for name, module in expert_modules(model).items():
         experts, _, width = whole_shape(module.down_proj)
         experts_quantized(name, experts, tuple(exclude))
@@ -219,7 +204,7 @@ def attach_experts(
     """Give each module of experts its settings and its cache of quantized weights. Reads no weight.
 
     Args:
-        names: the FP8 layers. Experts that are not among them get BF16 products, with independent rows if ``exact``.
+        names: the FP8 layers. Other experts get BF16 products, with independent rows if ``exact``.
     """
     fp8 = units(names)
     for name, module in expert_modules(model).items():
@@ -228,26 +213,25 @@ def attach_experts(
         setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split, plain))
 
 
-def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
-    """The matrices of all experts in FP8 that ``attach_experts`` has seen, by layer name."""
-    found: dict[str, Matrix] = {}
+def _attached(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     for name, module in expert_modules(model).items():
         own = experts_of(module)
         if own is not None:
-            found.update((f"{name}.{leaf}", matrix) for leaf, matrix in own.matrices())
-    return found
+            yield name, own
+
+
+def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
+    """The matrices of all experts in FP8 that ``attach_experts`` has seen, by layer name."""
+    return {f"{name}.{leaf}": matrix for name, own in _attached(model) for leaf, matrix in own.matrices()}
 
 
 def expert_states(model: nn.Module) -> Iterator[tuple[str, Fp8State]]:
-    """Yield what may hold quantized weights of the experts that ``attach_experts`` has seen, each with its module's name."""
-    for name, module in expert_modules(model).items():
-        own = experts_of(module)
-        if own is not None:
-            yield from ((name, state) for state in own.states())
+    """Yield each state that may hold quantized weights of experts, with the name of their module."""
+    return ((name, state) for name, own in _attached(model) for state in own.states())
 
 
 def stored_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The floating buffers that a checkpoint holds, as module and attribute, by name: a router's correction bias, in FP32."""
+    """The floating-point buffers in a checkpoint (a router's correction bias, FP32): name -> module and attribute."""
     found = {}
     for name, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
@@ -257,10 +241,10 @@ def stored_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of single experts that a parameter ``….experts.gate_up_proj`` or ``….experts.down_proj`` holds.
+    """Yield the weights of the single experts in a parameter ``….experts.gate_up_proj`` or ``….experts.down_proj``.
 
     Args:
-        name: of the parameter; any other tensor is yielded as it is.
+        name: of the parameter. Any other tensor is yielded as it is.
         weight: [E, 2I, H] or [E, H, I].
     """
     stem, _, leaf = name.rpartition(".")
@@ -274,11 +258,12 @@ def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def shapes_per_expert(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that ``per_expert`` makes of tensors of these shapes, by name."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        found.update((own, tuple(part.shape)) for own, part in per_expert(name, torch.empty(shape, device="meta")))
-    return found
+    """``per_expert`` for shapes instead of tensors."""
+    return {
+        own: tuple(part.shape)
+        for name, shape in shapes.items()
+        for own, part in per_expert(name, torch.empty(shape, device="meta"))
+    }
 
 
 # ---- Select the layers whose weights FSDP2 gathers in FP8 (``gather.py``) ------------------------
@@ -289,8 +274,8 @@ logger = logging.getLogger(__name__)
 def gather_in_fp8(model: nn.Module, names: Sequence[str], shards: int) -> list[str]:
     """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8. Call it before ``fully_shard``.
 
-    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is still gathered in BF16 and
-    quantized by every rank; one log line names these layers. With one shard there is no all-gather, so this does nothing.
+    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is still gathered in BF16, and every rank
+    quantizes it; one log line names these layers. With one shard there is no all-gather, so this does nothing.
 
     Args:
         shards: the number of ranks that a weight is sharded over.
@@ -299,7 +284,7 @@ def gather_in_fp8(model: nn.Module, names: Sequence[str], shards: int) -> list[s
         The names of the layers gathered in FP8.
 
     Raises:
-        ModelError: experts are among the layers; FSDP gathers all of a block's in one parameter.
+        ModelError: experts are among the layers, which FSDP gathers in one parameter per block.
     """
     if shards == 1:
         return []
@@ -334,9 +319,9 @@ class Share(NamedTuple):
     """Shares from 0 to 1.
 
     Attributes:
-        parameters: of all parameters.
-        flops: of the FLOPs that a token's forward pass spends in products with weights. Attention's own products, whose number
-            depends on the context, are left out.
+        parameters: of all parameters. flops: of a token's forward FLOPs in products with weights. Attention's own products, whose
+        number depends on the context, do
+            not count.
         inside: the same without ``lm_head``.
     """
 
@@ -383,7 +368,4 @@ def _is_matrix(weight: Any) -> bool:
 
 
 def _size(parameter: Any) -> int:
-    size = 1
-    for length in whole_shape(parameter):
-        size *= length
-    return size
+    return math.prod(whole_shape(parameter))

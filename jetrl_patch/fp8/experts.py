@@ -2,11 +2,11 @@
 
     a = x Wg^T,  b = x Wu^T  (BF16)      h = SiLU(a) * b  (BF16)      y = sum over e of w_e * (h Wd^T)  (FP32, see ``mixture``)
 
-Each of an expert's three matrices is quantized in 128x128 blocks of its own, as its checkpoint names it
+Each of an expert's three matrices is quantized in 128x128 blocks of its own, under its name in a checkpoint
 (``experts.3.gate_proj``), although transformers keeps all experts in two parameters. A token is quantized once for all its
 experts. Backward saves FP8 for the products, BF16 a and b for the activation, and the parameters themselves.
 
-This module computes the experts one by one, as the reference and on a CPU. On a GPU ``grouped`` computes them together.
+This module computes the experts one by one: the reference, and what a CPU runs. On a GPU ``grouped`` computes them together.
 
 The gradient of a routing weight is the inner product of dy with the expert's output. That output is not saved: with
 u = dy Wd, which DGrad computes anyway, <dy, h Wd^T> = <u, h>, and dh = w u.
@@ -17,7 +17,8 @@ n tokens of one expert, R parts of the sum over experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.quantize import Quantized, dequantize_activation
 from jetrl_patch.exact.elementwise import silu_mul
-from jetrl_patch.fp8.grouped import Saved, Stacks, grouped_experts_forward
+from jetrl_patch.fp8.grouped import Gradients, Saved, Stacks, grouped_backward, run_grouped
 from jetrl_patch.fp8.linear import Fp8State, backward_pass
 from jetrl_patch.fp8.mixture import (
     WHOLE,
@@ -47,13 +48,13 @@ __all__ = ["PARTS", "ExpertWeights", "Experts", "Matrix", "experts_forward", "ru
 
 
 class Matrix(NamedTuple):
-    """One matrix of one expert, as the weight sync names and quantizes it."""
+    """One matrix of one expert, as the weight sync sees it: a layer with its state."""
 
     fp8: Fp8State
 
 
 class ExpertWeights(NamedTuple):
-    """One expert's matrices: in blocks in the trainer, with scales per row in the rollout."""
+    """One expert's matrices, with scales per block in the trainer and per row in the rollout."""
 
     gate: Quantized
     up: Quantized
@@ -75,11 +76,11 @@ def run_experts(
 
     Args:
         x: the tokens, e4m3 [T, H] with scales [T, G].
-        matrices: those of an expert, asked for once and only if it has tokens.
+        matrices: gives those of an expert. It is called once, and only for experts with tokens.
         sizes: (E, H).
         saved: filled for backward.
         split: the parts of the sum. A rank of a rollout computes one.
-        held: the experts of this rank; None for all.
+        held: the experts of this rank. None for all.
 
     Returns:
         The parts of the sum, FP32 [R, T, H], for ``added``.
@@ -107,7 +108,7 @@ class Experts:
 
     Attributes:
         split: the rollout's.
-        plain: the products of experts in BF16, which have no quantized weights; None in FP8.
+        plain: the products of experts in BF16, which have no quantized weights. None in FP8.
         watch: sees the next forward that autograd records, and its backward; see ``mixture.Watched``.
     """
 
@@ -139,7 +140,7 @@ class Experts:
         self._stacks = ()
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yield each matrix with its name below the layer: ``3.gate_proj``."""
+        """Yield each matrix with its name in the layer, such as ``3.gate_proj``."""
         for (expert, part), matrix in self._matrices.items():
             yield f"{expert}.{part}", matrix
 
@@ -149,7 +150,7 @@ class Experts:
         yield from self._stacks
 
     def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None) -> Stacks:
-        """The bytes and scales of all experts in two stacks, the same as those of ``quantized``."""
+        """The bytes and scales of all experts in two stacks, equal to those of ``quantized``."""
         weights = (gate_up_EFH.unflatten(1, (2, -1)).flatten(0, 1), down_EHI)
         pairs = zip(self._stacks, weights, strict=True)
         gate_up, down = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
@@ -158,7 +159,7 @@ class Experts:
     def quantized(
         self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None
     ) -> ExpertWeights:
-        """The bytes and scales of one expert. ``last`` and ``made_in`` are those of ``Fp8State.quantized``."""
+        """The bytes and scales of one expert. ``last`` and ``made_in`` as in ``Fp8State.quantized``."""
         width = down_EHI.shape[2]
         weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
         if self.plain is not None:
@@ -180,63 +181,88 @@ class _Mixture(torch.autograd.Function):
         own: Experts,
         watched: Watched | None,
     ) -> Tensor:
-        backend, (E, H, I), form, P = own.backend, down_EHI.shape, own.scale_format, ids_Tk.numel()
+        backend, masters, form = own.backend, (gate_up_EFH, down_EHI), own.scale_format
+        kernels = backend.grouped(x_TH)
         x = backend.quantize_activation(x_TH.to(torch.bfloat16), form)
-        stored = FP8 if own.plain is None else torch.bfloat16
-        kinds = ((2 * I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
-        ab_PF, qh_PI, sh_PG = (x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds)
-        saved = Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", form))
         last = not any(ctx.needs_input_grad)
-
-        def matrices(expert: int) -> ExpertWeights:
-            return own.quantized(expert, gate_up_EFH, down_EHI, last)
-
-        parts_RTH = run_experts(x, weights_Tk, ids_Tk, matrices, (E, H), backend, saved, own.split)
-        ctx.save_for_backward(*x, ab_PF, *saved.h, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
+        if kernels is not None:
+            stacks = own.stacks(*masters, last)
+            y_TH, plan, saved = run_grouped(kernels, x, weights_Tk, ids_Tk, stacks, own.split)
+            routes = plan.tensors()
+        else:
+            (E, H, I), P, routes = down_EHI.shape, ids_Tk.numel(), (ids_Tk,)
+            stored = FP8 if own.plain is None else torch.bfloat16
+            kinds = ((2 * I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
+            ab_PF, qh_PI, sh_PG = (x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds)
+            saved = Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", form))
+            matrices = functools.partial(own.quantized, gate_up_EFH=gate_up_EFH, down_EHI=down_EHI, last=last)
+            y_TH = added(run_experts(x, weights_Tk, ids_Tk, matrices, (E, H), backend, saved, own.split))
+        ctx.save_for_backward(*x, saved.ab_PF, *saved.h, *masters, weights_Tk, *routes)
         ctx.own, ctx.x_dtype, ctx.watched, ctx.made_in = own, x_TH.dtype, watched, backward_pass()
         if watched is not None:
-            watched.forward(x_TH, *ab_PF.chunk(2, 1))
-        return added(parts_RTH)
+            watched.forward(x_TH, *saved.ab_PF.chunk(2, 1))
+        return y_TH
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, ids_Tk = ctx.saved_tensors
+        q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, *routes = ctx.saved_tensors
         own: Experts = ctx.own
-        backend, form, (E, _, I) = own.backend, own.scale_format, down_EHI.shape
-        x, saved_h = Quantized(q_TH, s_TG, "rows", form), Quantized(qh_PI, sh_PG, "rows", form)
-        a_PI, b_PI = ab_PF.chunk(2, 1)
-        dy_TH = grad_outputs[0].to(torch.bfloat16)
-        wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
-        dx_TH = torch.zeros(dy_TH.shape, dtype=torch.float32, device=dy_TH.device) if wants_x else None
-        dgate_up = torch.zeros_like(gate_up_EFH) if wants_gate_up else None
-        ddown = torch.zeros_like(down_EHI) if wants_down else None
-        dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
-        through: list[tuple[Tensor, Tensor]] = []
-        for group in groups_of(ids_Tk, E):
-            at, tokens, expert = group.span, group.tokens, group.expert
-            w = own.quantized(expert, gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
-            dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, group.slots].float().unsqueeze(-1)
-            h = saved_h.rows(at)
-            u_nI = backend.dgrad(dy_nH, w.down, torch.float32)
-            dweights_Tk[tokens, group.slots] = (u_nI * dequantize_activation(*h)).sum(-1)
-            if ddown is not None:
-                weighted_nH = (weight_n1 * dy_nH).to(torch.bfloat16)
-                ddown[expert] = backend.wgrad(weighted_nH, h, ddown.dtype)
-            da_nI, db_nI = _through_activation(a_PI[at], b_PI[at], (weight_n1 * u_nI).to(torch.bfloat16))
-            if ctx.watched is not None:
-                through.append((da_nI, db_nI))
-            if dx_TH is not None:
-                dx_nH = backend.dgrad(da_nI, w.gate, torch.float32)
-                dx_nH = dx_nH + backend.dgrad(db_nI, w.up, torch.float32)
-                dx_TH.index_add_(0, tokens, dx_nH)
-            if dgate_up is not None:
-                own_x = x.rows(tokens)
-                dgate_up[expert, :I] = backend.wgrad(da_nI, own_x, dgate_up.dtype)
-                dgate_up[expert, I:] = backend.wgrad(db_nI, own_x, dgate_up.dtype)
-        if ctx.watched is not None and through:
-            ctx.watched.backward(dy_TH, *(torch.cat(parts) for parts in zip(*through, strict=True)))
-        dx = None if dx_TH is None else dx_TH.to(ctx.x_dtype)
-        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None, None
+        form, masters = own.scale_format, (gate_up_EFH, down_EHI)
+        x, saved = Quantized(q_TH, s_TG, "rows", form), Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", form))
+        dy_TH, dtypes = grad_outputs[0].to(torch.bfloat16), (ctx.x_dtype, gate_up_EFH.dtype, down_EHI.dtype)
+        wanted = [dtype if wants else None for dtype, wants in zip(dtypes, ctx.needs_input_grad)]
+        kernels = own.backend.grouped(q_TH)
+        if kernels is not None:
+            stacks = own.stacks(*masters, last=True, made_in=ctx.made_in)
+            found = grouped_backward(kernels, dy_TH, x, saved, stacks, weights_Tk, kernels.Plan.of(routes), wanted)
+        else:
+            matrices = functools.partial(
+                own.quantized, gate_up_EFH=gate_up_EFH, down_EHI=down_EHI, last=True, made_in=ctx.made_in
+            )
+            dab_PF = None if ctx.watched is None else torch.empty_like(ab_PF)
+            found = _backward(own.backend, dy_TH, x, saved, matrices, weights_Tk, *routes, masters, wanted, dab_PF)
+        if ctx.watched is not None and found.dab_PF is not None:
+            ctx.watched.backward(dy_TH, *found.dab_PF.chunk(2, 1))
+        return *found[:3], found.dweights_Tk.to(weights_Tk.dtype), None, None, None
+
+
+def _backward(
+    backend: Backend,
+    dy_TH: Tensor,
+    x: Quantized,
+    saved: Saved,
+    matrices: Callable[[int], ExpertWeights],
+    weights_Tk: Tensor,
+    ids_Tk: Tensor,
+    masters: tuple[Tensor, Tensor],
+    wanted: Sequence[torch.dtype | None],
+    dab_PF: Tensor | None,
+) -> Gradients:
+    """As ``grouped_backward``. ``masters`` are the parameters of gate and up, and of down. Fills ``dab_PF`` if it is given."""
+    dx, dgate_up, ddown = (
+        torch.zeros(like.shape, dtype=dtype, device=like.device) if wants else None
+        for like, dtype, wants in zip((dy_TH, *masters), (torch.float32, *wanted[1:]), wanted)
+    )
+    dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
+    E, _, I = masters[1].shape
+    for expert, tokens, slots, at in groups_of(ids_Tk, E):
+        w, h, (a_nI, b_nI) = matrices(expert), saved.h.rows(at), saved.ab_PF[at].chunk(2, 1)
+        dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, slots].float().unsqueeze(-1)
+        u_nI = backend.dgrad(dy_nH, w.down, torch.float32)
+        dweights_Tk[tokens, slots] = (u_nI * dequantize_activation(*h)).sum(-1)
+        if ddown is not None:
+            ddown[expert] = backend.wgrad((weight_n1 * dy_nH).to(torch.bfloat16), h, ddown.dtype)
+        da_nI, db_nI = _through_activation(a_nI, b_nI, (weight_n1 * u_nI).to(torch.bfloat16))
+        if dab_PF is not None:
+            dab_PF[at, :I], dab_PF[at, I:] = da_nI, db_nI
+        if dx is not None:
+            dx_nH = backend.dgrad(da_nI, w.gate, torch.float32) + backend.dgrad(db_nI, w.up, torch.float32)
+            dx.index_add_(0, tokens, dx_nH)
+        if dgate_up is not None:
+            own_x = x.rows(tokens)
+            dgate_up[expert, :I] = backend.wgrad(da_nI, own_x, dgate_up.dtype)
+            dgate_up[expert, I:] = backend.wgrad(db_nI, own_x, dgate_up.dtype)
+    return Gradients(None if dx is None else dx.to(wanted[0]), dgate_up, ddown, dweights_Tk, dab_PF)
 
 
 def _through_activation(a_nI: Tensor, b_nI: Tensor, dh_nI: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,8 +286,8 @@ def experts_forward(
     Returns:
         BF16 [T, H]. Gradients flow to the tokens, both parameters and the routing weights.
     """
-    if own.backend.grouped(x_TH) is not None:
-        return grouped_experts_forward(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
-    watched = Watched.begin(own, ids_Tk)
+    watched = None
+    if own.watch is not None and torch.is_grad_enabled() and ids_Tk.numel() and not torch.compiler.is_compiling():
+        watched, own.watch = Watched(own.watch, ids_Tk), None
     result: Tensor = _Mixture.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own, watched)
     return result

@@ -1,9 +1,9 @@
 """FP8 all-gather for FSDP2: ``Fp8Linear`` weights travel as FP8 bytes and block scales, about half the traffic of BF16.
 
-Each rank quantizes its shard once per update (before each gather where a compiled graph updates it), from the BF16 value as
-the layer would, and the layer computes with the gathered bytes. No shard cuts a block of 128 rows, so bytes and scales equal
-those of the whole weight. Master weights, optimizer, gradients and checkpoints see the full-precision shard.
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are FSDP2's extension point for such tensors.
+Each rank quantizes its shard once per update (or before each gather if a compiled graph updates it), from the BF16 value as the
+layer would, and the layer computes with the gathered bytes. No shard cuts a block of 128 rows, so bytes and scales equal those of
+the whole weight. Master weights, optimizer, gradients and checkpoints see the full-precision shard. ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather`` are FSDP2's extension point for such tensors.
 
 Shape legend: N output features, K input features, G = ceil(K / 128), n = N / ranks.
 """
@@ -36,10 +36,10 @@ _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.as_strided.defau
 
 
 class _Writes:
-    """The writes to the memory that a tensor and its views share: their number, and whether there may be others.
+    """The writes to the memory that a tensor and its views share: their number, and whether there may be uncounted ones.
 
     A compiled graph such as ``torch.compile(optimizer.step)`` unwraps the plain tensor once, when it is traced. From then on it
-    writes to it without an operator and without a count. If inductor compiled it, ``_version`` does not change either.
+    writes without an operator and without a count. If inductor compiled it, ``_version`` does not change either.
     """
 
     count, uncounted = 0, False
@@ -48,26 +48,18 @@ class _Writes:
 class Fp8Shard(torch.Tensor):
     """A full-precision weight [N, K], or a shard of it [n, K], that FSDP2 gathers in FP8.
 
-    Every other operation works on the plain tensor inside. Writes are counted here, because the ``_version`` of a tensor
-    inside a DTensor does not advance. It pickles as a plain tensor.
+    Every other operation works on the plain tensor inside. Writes are counted here, because the ``_version`` of a tensor inside a
+    DTensor does not advance. It pickles as a plain tensor.
     """
 
     plain: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls, plain: Tensor, scale_format: ScaleFormat, backend_name: str, writes: _Writes | None = None
-    ) -> Fp8Shard:
-        shard: Fp8Shard = torch.Tensor._make_wrapper_subclass(
-            cls,
-            plain.size(),
-            strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
-            layout=plain.layout,
-            device=plain.device,
-        )
+    def __new__(cls, plain: Tensor, *settings: Any) -> Fp8Shard:
+        like = {"dtype": plain.dtype, "layout": plain.layout, "device": plain.device}
+        place = {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
+        shard: Fp8Shard = torch.Tensor._make_wrapper_subclass(cls, plain.size(), **place, **like)
         return shard
 
     def __init__(
@@ -78,7 +70,7 @@ class Fp8Shard(torch.Tensor):
         self._cached: tuple[int, Quantized] | None = None
 
     def quantized(self) -> Quantized:
-        """e4m3 [n, K] and block scales [ceil(n/128), G], computed once after each write, or always if a graph may write."""
+        """e4m3 [n, K] and block scales [ceil(n/128), G], computed once after each write, or every time if a graph may write."""
         if self._cached is None or self._cached[0] != self.writes.count or self.writes.uncounted:
             w = self.plain.detach().to(torch.bfloat16).contiguous()
             self._cached = self.writes.count, get_backend(self.backend_name).quantize_weight(w, self.scale_format)
@@ -94,7 +86,7 @@ class Fp8Shard(torch.Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight. ``out`` is the previous result, whose memory FSDP2 has refilled."""
+        """The whole weight. ``out`` is the previous result, in whose memory FSDP2 has gathered again."""
         q_bytes, s_blocks = gathered
         if out is None:
             return Fp8Gathered(q_bytes.view(FP8), s_blocks, param_dtype), (q_bytes, s_blocks)
@@ -160,14 +152,9 @@ class Fp8Gathered(torch.Tensor):
             return cls(weight.q, weight.s_blocks, weight.dtype)
         if func is _aten.zeros_like.default:  # the gradient of a layer that the step did not use
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-        raise ModelError(
-            explain(
-                "a weight gathered in FP8",
-                required="Fp8Linear as its only reader",
-                found=f"the operator {func}",
-                fix="keep the layer in BF16 with exclude=, or set fp8_all_gather=False",
-            )
-        )
+        what, found = "a weight gathered in FP8", f"the operator {func}"
+        fix = "keep the layer in BF16 with exclude=, or set fp8_all_gather=False"
+        raise ModelError(explain(what, required="Fp8Linear as its only reader", found=found, fix=fix))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["q", "s_blocks"], self.dtype

@@ -3,8 +3,7 @@
 Formula: Jet-RL (arXiv 2601.14243, section 4). The table in ``backends.base`` gives the three GEMMs and the shape legend.
 
 Autograd saves the weight itself, as ``F.linear`` does, and backward quantizes it again. A sharded model frees a weight after
-the layer's forward and gathers it before the backward. FP8 bytes kept in between would add up to a whole FP8 model on every
-rank.
+the layer's forward and gathers it for the backward. FP8 bytes kept in between would add up to a whole FP8 model on every rank.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from jetrl_patch.kernels.formats import ScaleFormat, groups
 
 @dataclass(frozen=True, eq=False)
 class Promise:
-    """A promise that weights do not change (``unchanged``). ``gradients``: backward passes read them too."""
+    """A promise that weights do not change (``unchanged``). ``gradients``: backward passes will read them too."""
 
     gradients: bool
 
 
-#: the promises that hold now. A copied state, here or in another process, has a copy of its promise, which is not in this set.
+#: the promises that hold now. A copied state, here or in another process, has a copy of its promise, which is not in the set.
 PROMISES: set[Promise] = set()
 
 
 def backward_pass() -> int | None:
-    """The unique number of the backward pass that this thread runs; None outside of one."""
+    """The unique number of the backward pass that this thread runs, or None."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -48,12 +47,12 @@ class Fp8State:
 
     scale_format: ScaleFormat
     backend_name: str
-    #: ranges of K whose FP32 sums a tensor-parallel rollout adds in order: above 1 only in exact mode, for row-parallel layers
+    #: ranges of K whose FP32 sums a tensor-parallel rollout adds in order. Above 1 only in exact mode, for row-parallel layers
     splits: int = 1
     _cached: tuple[int, Quantized] | None = field(default=None, repr=False)
     #: the promise that the layer's own weight does not change (``unchanged``)
     promise: Promise | None = field(default=None, repr=False)
-    #: called with a flag on the device: whether a kept weight differs from the weight (``unchanged``)
+    #: called with a flag on the device: whether the kept weight differs from the weight (``unchanged``)
     audit: Callable[[Tensor], None] | None = field(default=None, repr=False)
     _kept: tuple[tuple[Any, ...], Quantized] | None = field(default=None, repr=False)
 
@@ -68,12 +67,12 @@ class Fp8State:
     def quantized(self, weight: Tensor, own: bool = False, last: bool = False, made_in: int | None = None) -> Quantized:
         """The bytes and scales of ``weight`` [N, K], cached while its content is unchanged.
 
-        The layer's own weight is kept while a promise holds. It is also kept from a recomputation to the gradients that follow
-        it: nothing writes a weight between the two, and a sharded model frees it only afterwards.
+        The layer's own weight is kept while a promise holds. It is also kept from a recomputation to the gradients that follow:
+        nothing writes a weight in between, and a sharded model frees it only afterwards.
 
         Args:
-            own: this is the layer's weight, and not, for example, one that LoRA has changed.
-            last: this backward pass does not read the weight again.
+            own: whether this is the layer's weight itself, not one that LoRA has changed.
+            last: whether this is the last read of the weight in the backward pass.
             made_in: the backward pass that built the calling graph, if checkpointing runs one pass inside another.
         """
         if isinstance(weight, Fp8Gathered):
@@ -94,7 +93,7 @@ class Fp8State:
 
     def _of_content(self, weight: Tensor, transposed: bool = False) -> Quantized:
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
-        # The key is the content: an optimizer, a checkpoint or an EMA can write without leaving another trace.
+        # The key is the content, because an optimizer, a checkpoint or an EMA can write without a trace.
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
@@ -107,7 +106,7 @@ class Fp8State:
 
 
 def _differ(a: Quantized, b: Quantized) -> Tensor:
-    """Whether any bit differs, as a tensor on the device, so that the host does not wait."""
+    """Whether any bit differs: a tensor on the device, so the host does not wait."""
     bytes_differ = (a.q.view(torch.uint8) != b.q.view(torch.uint8)).any()
     return bytes_differ | (a.s.view(torch.int32) != b.s.view(torch.int32)).any()
 
@@ -115,7 +114,7 @@ def _differ(a: Quantized, b: Quantized) -> Tensor:
 class _LastActivation(threading.local):
     """The last quantized input: q, k and v (or gate and up) read the same tensor, so it is quantized and saved once.
 
-    A model calls these layers one after the other with the same tensor. Only the identity of that tensor connects the calls.
+    A model calls these layers one after the other. Only the identity of the tensor connects the calls.
     """
 
     source: weakref.ref[Tensor] | None = None
@@ -123,10 +122,8 @@ class _LastActivation(threading.local):
     value: Quantized | None = None
 
     def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> Quantized:
-        if not x.is_inference():  # inference tensors have no version to compare
-            key = (x._version, state.backend_name, state.scale_format)
-            if self.source is not None and self.source() is x and self.key == key and self.value is not None:
-                return self.value
+        if self.value is not None and self.source is not None and self.source() is x and self.key == self._key(x, state):
+            return self.value
         value = state.backend.quantize_activation(x_MK, state.scale_format)
         self.keep(x, value, state)
         return value
@@ -134,11 +131,11 @@ class _LastActivation(threading.local):
     def keep(self, x: Tensor, value: Quantized, state: Fp8State) -> None:
         """Cache ``value`` for ``x`` until ``x`` changes or is freed, or another tensor is quantized."""
         value.shared = Regrouped()
-        if x.is_inference():
-            return
-        self.key = (x._version, state.backend_name, state.scale_format)
-        self.value = value
-        self.source = weakref.ref(x, self._forget)
+        if not x.is_inference():  # inference tensors have no version to compare
+            self.source, self.key, self.value = weakref.ref(x, self._forget), self._key(x, state), value
+
+    def _key(self, x: Tensor, state: Fp8State) -> tuple[Any, ...]:
+        return x._version, state.backend_name, state.scale_format
 
     def _forget(self, reference: weakref.ref[Tensor]) -> None:
         if self.source is reference:
@@ -149,21 +146,21 @@ _last_activation = _LastActivation()
 
 
 def set_quantized_input(x: Tensor, quantized: Quantized, state: Fp8State) -> None:
-    """Let the layers that read ``x`` [..., K] next use the bytes that its producer wrote.
+    """Let the layers that read ``x`` [..., K] next use bytes that already exist.
 
-    ``quantized`` must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
+    They must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
     """
     _last_activation.keep(x, quantized, state)
 
 
 def set_quantized_gradient(node: Any, grad: Tensor, both: BothLayouts, state: Fp8State) -> None:
-    """Let the next layer's backward use the bytes of its output gradient dY [..., N], which the producer quantized.
+    """Let the next layer's backward use bytes of its output gradient dY [..., N] that already exist.
 
-    The BF16 gradient still goes through autograd, so that hooks, a bias and a monitor see it. The bytes are valid for this
-    tensor in this version only. If a gradient is changed, copied or added to another one on its way, the layer quantizes it.
+    The BF16 gradient still goes through autograd, where hooks, a bias and a monitor see it. The bytes are valid for this tensor
+    in this version only. If a gradient is changed, copied or added to another one on its way, the layer quantizes it.
 
     Args:
-        node: the node that autograd runs next. Only the node of an ``Fp8Linear`` with these settings takes the bytes.
+        node: the node that autograd runs next. The bytes are used only if it is an ``Fp8Linear`` with the settings of ``state``.
     """
     if isinstance(node, _Fp8Matmul._backward_cls):
         theirs: Fp8State = node.state
@@ -184,13 +181,13 @@ def fprop(x: Tensor, w: Quantized, bias: Tensor | None, state: Fp8State) -> tupl
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
-        # Without DGrad, backward does not ask for the bytes of a recomputation.
+        # Without DGrad, backward does not read the bytes of a recomputation.
         y, quantized = fprop(x, state.quantized(weight, own=True, last=not ctx.needs_input_grad[0]), bias, state)
         ctx.save_for_backward(*quantized, weight)
-        # Not the ``Quantized`` itself: it would keep the input's bytes, which checkpointing drops.
+        # Not the ``Quantized`` itself, which would keep the input's bytes that checkpointing drops.
         ctx.shared = quantized.shared.add_reader(state) if quantized.shared and ctx.needs_input_grad[1] else None
         ctx.state, ctx.made_in, ctx.quantized_gradient = state, backward_pass(), None
-        # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
+        # Keep the parameter that has main_grad. Activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
@@ -237,7 +234,7 @@ def keep_gathered_out_of_graphs() -> None:
 def has_main_grad(weight: Any) -> bool:
     """Whether the framework accumulates this weight's gradient in FP32 (Megatron's ``main_grad``).
 
-    False for Megatron-FSDP, which creates ``main_grad`` anew in every backward and fills it by its own hooks.
+    False for Megatron-FSDP, whose own hooks create ``main_grad`` in every backward and fill it.
     """
     main = getattr(weight, "main_grad", None)
     return isinstance(main, Tensor) and main.dtype == torch.float32 and not hasattr(weight, "__fsdp_param__")
@@ -247,8 +244,8 @@ def added_to_main_grad(weight: Any) -> Tensor | None:
     """Mark that ``weight.main_grad`` holds the WGrad, as Megatron's fused accumulation does.
 
     Returns:
-        The gradient for autograd. For a weight with ``grad_added_to_main_grad``, a dummy that makes the hooks run on the
-        backward thread. Nobody reads its values (zeros under ``zero_out_wgrad``). Otherwise None.
+        The gradient for autograd. If the weight has ``grad_added_to_main_grad``, a dummy whose values nobody reads (zeros under
+        ``zero_out_wgrad``); it makes the hooks run on the backward thread. Otherwise None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -260,7 +257,7 @@ def added_to_main_grad(weight: Any) -> Tensor | None:
 class Fp8Linear(nn.Linear):
     """``nn.Linear`` whose GEMMs run in FP8.
 
-    Created by changing a layer's class in place, so parameters, names, meta tensors, FSDP and ZeRO are unaffected.
+    A layer's class is changed in place, so parameters, names, meta tensors, FSDP and ZeRO are unaffected.
 
     Input [..., K] of any float dtype (quantized from BF16), output [..., N] BF16.
     """
@@ -281,9 +278,9 @@ class Fp8Linear(nn.Linear):
 
 
 # ---- The layer inside a compiled graph: opaque operators, because backends call libraries that cannot be traced
-# Operators take tensors, so a ``Quantized`` is taken apart here. Quantizing the input is a separate operator, so that layers
-# that read the same tensor share it. A graph has no cache, so every call quantizes the weight. Weight gradients are returned to
-# autograd even if the framework has ``main_grad``; its hooks then add them.
+# Operators take tensors, so a ``Quantized`` is taken apart here. Quantizing the input is an operator of its own, which layers
+# that read the same tensor share. A graph has no cache, so every call quantizes the weight. Weight gradients go back to autograd
+# even if the framework has ``main_grad``; its hooks then add them.
 
 def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str, splits: int) -> Tensor:
     """``Fp8Linear.forward`` as operators that a graph can hold."""
@@ -297,13 +294,13 @@ def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_
 def _traced_quantize(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
     kind = get_backend(backend)
     q_MK, s_MG = kind.quantize_activation(x_MK.to(torch.bfloat16), cast(ScaleFormat, scale_format))
-    return q_MK, s_MG.t().contiguous().t() if getattr(kind, "columns", False) else s_MG
+    return q_MK, s_MG.t().contiguous().t() if kind.columns else s_MG
 
 
 @_traced_quantize.register_fake
 def _(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
     M, G = x_MK.shape[0], groups(x_MK.shape[1])
-    columns = getattr(get_backend(backend), "columns", False)
+    columns = get_backend(backend).columns
     s_MG = x_MK.new_empty(G, M, dtype=torch.float32).t() if columns else x_MK.new_empty(M, G, dtype=torch.float32)
     return x_MK.new_empty(x_MK.shape, dtype=torch.float8_e4m3fn), s_MG
 
@@ -323,10 +320,7 @@ def _traced_linear(
 
 
 @_traced_linear.register_fake
-def _(
-    x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str,
-    splits: int,
-) -> Tensor:  # fmt: skip
+def _(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], weight.shape[0], dtype=torch.bfloat16)
 
 

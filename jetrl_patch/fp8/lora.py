@@ -1,4 +1,4 @@
-"""LoRA by its merged weight: W' = W + scaling * B A, quantized once, in every pass; and peft's layers in a trainer."""
+"""LoRA by its merged weight W' = W + scaling * B A, quantized once in every pass, and peft's layers in a trainer."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = ["Fp8LoraLinear", "LowRank", "MergedLora", "Whole", "adopt", "merged_t
 # ---- LoRA by its merged weight: a layer computes with W' = W + scaling * B A, quantized once, in every pass
 #     W'_NK = bf16( W + fl32( scaling * Σ_j B_j A_j ) )       j = 0 .. R-1 in this order, from BF16 values of W, A and B
 #
-# peft computes W x and adds B (A x). No rollout that holds one quantized weight can repeat that: FP8(W) x + B (A x) and
+# peft computes W x and adds B (A x). A rollout that holds one quantized weight cannot repeat that: FP8(W) x + B (A x) and
 # FP8(W + B A) x differ in almost every bit. So the trainer computes what the rollout computes. ``merged_weight`` is the only
-# place that makes W', for a layer's forward, for its backward and for the weight sync.
+# place that makes W', for a layer's forward, its backward and the weight sync.
 #
-# The product of two BF16 values is exact in FP32, so each step of the sum is one rounding whether or not it is fused. W' is
-# therefore the same on every device and for every number of threads, unlike that of a matrix product.
+# The product of two BF16 values is exact in FP32, so each step of the sum rounds once, whether or not it is fused. Unlike a
+# matrix product, W' is therefore the same on every device and for every number of threads.
 #
 #     Y = X W'^T             FProp, with the bytes of W'
 #     dX = G W'              DGrad, with the same bytes
 #     dW' = G^T X            WGrad, in FP32; then dB = scaling * dW' A^T and dA = scaling * B^T dW'
 #
-# W is frozen and gets no gradient; dW' [N, K] is dropped as soon as dA and dB are known. W' is not kept from forward to
-# backward: a sharded model gathers W again, and W' is made again from it.
+# W is frozen and gets no gradient; dW' [N, K] is dropped as soon as dA and dB are known. W' is not kept from forward to backward:
+# a sharded model gathers W again, and W' is made from it again.
 #
-# What it costs: an update that moves no value of W' across a rounding boundary of BF16 and then of FP8 has no effect on
-# either side, just as with full weights.
+# The cost: an update that moves no value of W' across a rounding boundary of BF16 and then of FP8 has no effect on either side,
+# just as with full weights.
 #
 # Shape legend: N output features, K input features, R rank, M tokens.
 
-#: elements of the accumulator that stay in a core's cache while the rank is summed
+#: elements of an accumulator that stays in a core's cache during the sum over the rank
 _TILE = 1 << 16
 
 
@@ -68,7 +68,7 @@ def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> T
 
 @dataclass(frozen=True)
 class LowRank:
-    """A change of a weight: scaling * B A, with A [R, K] and B [N, R] that autograd follows."""
+    """A change of a weight: scaling * B A. Gradients flow to A [R, K] and B [N, R]."""
 
     a_RK: Tensor
     b_NR: Tensor
@@ -81,7 +81,7 @@ class LowRank:
 
 
 def _factors(dw_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """dA [R, K] and dB [N, R] from dW' [N, K], in FP32 and rounded once, whatever autocast says."""
+    """dA [R, K] and dB [N, R] from dW' [N, K], in FP32 (also under autocast) and rounded once."""
     with torch.autocast(dw_NK.device.type, enabled=False):
         dw = dw_NK.float()
         da, db = b_NR.float().t() @ dw, dw @ a_RK.float().t()
@@ -89,7 +89,7 @@ def _factors(dw_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> tuple
 
 
 class _Merged(torch.autograd.Function):
-    """W' for a layer that is not FP8. Its product keeps W' for backward, as it would keep a BF16 parameter."""
+    """W' for a layer in BF16. Its product keeps W' for backward, as it would keep a BF16 parameter."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
@@ -130,7 +130,7 @@ class _MergedMatmul(torch.autograd.Function):
 
 
 class Fp8LoraLinear(Fp8Linear):
-    """The ``Fp8Linear`` inside a LoRA layer: given a ``LowRank``, it computes with W', otherwise with W."""
+    """The ``Fp8Linear`` inside a LoRA layer. With a ``LowRank`` it computes with W', otherwise with W."""
 
     def forward(self, input: Tensor, change: LowRank | None = None) -> Tensor:
         if change is None:
@@ -150,9 +150,9 @@ class Whole:
 
 
 class MergedLora:
-    """peft's linear LoRA layer, computing with W'. With its adapter disabled it is its base layer.
+    """peft's linear LoRA layer, computing with W'. With adapters disabled it is its base layer.
 
-    The base layer is called as a module, so hooks on it see the input and the output as without LoRA.
+    The base layer is called as a module, so hooks on it see the same inputs and outputs as without LoRA.
     """
 
     base_layer: Any
@@ -163,16 +163,16 @@ class MergedLora:
     disable_adapters: bool
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Compute with W', or with W. Unlike peft's, it leaves ``requires_grad`` alone.
+        """Compute with W', or with W. Unlike peft's method, it leaves ``requires_grad`` alone.
 
-        FSDP2 decides in its first forward pass, by the parameters that have gradients then, in which dtype it keeps them. That
-        may be the pass of the reference model, which runs with adapters disabled.
+        FSDP2 chooses the dtype that it keeps parameters in during its first forward pass, by which of them have gradients then.
+        That may be the pass of the reference model, with adapters disabled.
         """
         self._disable_adapters = not enabled
 
     @property
     def fp8(self) -> Fp8State:
-        """The base layer's, for the operation before it that quantizes its input."""
+        """The base layer's state, for the operation that quantizes its input."""
         state: Fp8State = self.base_layer.fp8
         return state
 
@@ -191,24 +191,24 @@ class MergedLora:
 
 
 # ---- peft's LoRA in a trainer: check what was built, make its layers compute with merged weights, and merge for the sync
-# peft is recognized by the module of its classes and never imported: a model without adapters does not need it.
+# peft is recognized by the module of its classes and never imported, because a model without adapters does not need it.
 
-#: peft's classes around the model; a layer is of class ``Linear``, and everything else of peft's is refused
+#: peft's classes around the model. Its layers are of class ``Linear``, and everything else of peft's is refused
 _AROUND = ("PeftModel", "PeftModelForCausalLM", "LoraModel")
 _BASE = ".base_layer.weight"
 
 
 def adopt(model: nn.Module, merge: bool) -> dict[str, float]:
-    """Check every adapter of a model that peft has wrapped, and with ``merge`` make them compute with W'.
+    """Check every adapter of a model that peft has wrapped. With ``merge``, make them compute with W'.
 
     All checks run before any change. Parameters keep their names and identity. Call it before the model is sharded. Layers of a
-    vision tower compute with W' in BF16, as those that ``exclude`` names.
+    vision tower and layers that ``exclude`` names compute with W' in BF16.
 
     Returns:
         Name of each LoRA layer in the model -> scaling.
 
     Raises:
-        ConfigError: something of peft's other than plain LoRA on linear layers of transformer blocks and of a vision tower.
+        ConfigError: there is anything of peft's but plain LoRA on linear layers of transformer blocks and of a vision tower.
     """
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -240,7 +240,7 @@ def _adapter(layer: Any) -> str:
 
 
 def _check(name: str, layer: Any) -> None:
-    """Raise ConfigError for an adapter whose merged weight is not bf16(W + scaling * B A), or that has none."""
+    """Raise ConfigError for an adapter that has no merged weight bf16(W + scaling * B A)."""
     if not (is_quantized(name, ()) or in_tower(name)):
         _refuse(name, "a layer outside the transformer blocks", "name it in exclude_modules, or drop it from target_modules")
     if list(layer.lora_A) != list(layer.active_adapters) or len(layer.lora_A) != 1:
@@ -256,18 +256,17 @@ def _check(name: str, layer: Any) -> None:
 
 
 def _refuse(name: str, found: str, fix: str) -> None:
-    raise ConfigError(
-        explain(f"LoRA in {name}", required="plain LoRA on linear layers of transformer blocks", found=found, fix=fix)
-    )
+    required = "plain LoRA on linear layers of transformer blocks"
+    raise ConfigError(explain(f"LoRA in {name}", required=required, found=found, fix=fix))
 
 
 def merged_tensors(
     tensors: Mapping[str, Any], names: Mapping[str, str], scaling: Mapping[str, float], full: Callable[[Any], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain model's tensors under the names it has without adapters, each LoRA layer's weight as W'.
+    """Yield the tensors of the model without adapters, under their names there. The weight of each LoRA layer is W'.
 
     Args:
-        tensors: the state dict of the model with its adapters, whole or sharded.
+        tensors: the state dict of the model with adapters, whole or sharded.
         names: name without adapters -> name in ``tensors``.
         scaling: as returned by ``adopt``.
         full: gathers a tensor of ``tensors``, on every rank.

@@ -1,11 +1,11 @@
-"""What trainer and rollout share of a mixture of experts: the split over ranks, the grouping of tokens, the weighted sums, the
-products in BF16, and what the monitor sees."""
+"""What trainer and rollout share of a mixture of experts: splits, groups of tokens, weighted sums, BF16 products, watching."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups, split_width
 from jetrl_patch.models.structure import Part
 
 __all__ = [
-    "WHOLE", "ExpertSplit", "Group", "HasWatch", "PlainProducts", "Watch", "Watched", "added", "groups_of", "weighted_sums",
+    "WHOLE", "ExpertSplit", "Group", "PlainProducts", "Watch", "Watched", "added", "groups_of", "weighted_sums",
 ]  # fmt: skip
 
 
@@ -33,24 +33,19 @@ __all__ = [
 #
 #     y = bf16( part_0 + part_1 + ... )         parts in FP32, added in rank order, rounded once
 #
-# FP32 sums depend on their order, so the trainer, which holds all experts, forms the same parts. Outside of exact mode vLLM
-# adds the ranks' sums in BF16, in any order, and the trainer forms one.
+# FP32 sums depend on their order, so the trainer, which holds all experts, forms the same parts. Outside exact mode, vLLM adds
+# the ranks' sums in BF16, in any order, and the trainer forms one sum.
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """The parts of one sum over experts.
-
-    Attributes:
-        ranks: number of parts.
-        by: what a rank holds a part of.
-    """
+    """The parts of a sum over experts: one for each of ``ranks``, which holds some columns of each expert or some experts."""
 
     ranks: int = 1
     by: Literal["columns", "experts"] = "columns"
 
     @classmethod
     def of(cls, tp: int, ep: int = 1) -> ExpertSplit:
-        """Return the split of a rollout. Raises ConfigError for an expert-parallel size other than 1 and ``tp``."""
+        """The split of a rollout. Raises ConfigError for an expert-parallel size other than 1 and ``tp``."""
         if ep not in (1, tp):
             what, fix = "expert parallel size of the rollout", "use one of these: the ranks of one engine share its experts"
             raise ConfigError(explain(what, required=f"1, or its tensor parallel size {tp}", found=ep, fix=fix))
@@ -58,7 +53,7 @@ class ExpertSplit:
 
     @classmethod
     def chosen(cls, tp: int, experts: int, width: int) -> ExpertSplit:
-        """Return the split by columns, or by experts where columns would cut a block and the ranks divide the experts."""
+        """The split by columns, or by experts if columns would cut a block and the ranks divide the experts."""
         columns = cls(tp)
         return cls(tp, "experts") if columns.cuts(width) and experts % tp == 0 else columns
 
@@ -75,7 +70,7 @@ class ExpertSplit:
 
         Args:
             what: names the experts in the message.
-            experts: how many a block has.
+            experts: number of experts of a block.
             width: their intermediate size.
         """
         if self.by == "experts" and experts % self.ranks:
@@ -88,7 +83,7 @@ class ExpertSplit:
             raise ModelError(explain(what, required=required, found=width, fix=fix))
 
     def places(self, expert: int, experts: int, width: int) -> Iterator[tuple[int, slice]]:
-        """Yield the parts to which an expert adds, each with the columns of its intermediate size."""
+        """Yield the parts that an expert adds to, each with its columns of the intermediate size."""
         if self.by == "experts":
             yield expert // (experts // self.ranks), slice(0, width)
             return
@@ -106,29 +101,25 @@ def added(parts_RMN: Tensor) -> Tensor:
         from jetrl_patch.kernels.digest import rank_sum
 
         return rank_sum(parts_RMN)
-    total_MN = parts_RMN[0]
-    for part_MN in parts_RMN[1:]:
-        total_MN = total_MN + part_MN
-    return total_MN.to(torch.bfloat16)
+    return functools.reduce(torch.add, parts_RMN.unbind()).to(torch.bfloat16)
 
 
-# ---- What trainer and rollout share of a mixture of experts: grouping tokens by expert, and the weighted sums
+# ---- Tokens grouped by expert, and the weighted sums ---------------------------------------------
 #     y_t = bf16( sum over the chosen experts e, ascending, of w_te * expert_e(x_t) )         expert_e unrounded, FP32
 #
-# A product and a sum are each rounded to FP32. So a token's bits depend on its own input, experts and weights, and not on the
-# number or order of an expert's tokens. If a rollout splits the experts over ranks, the sum has one part per rank (``ranks``).
+# Each product and each sum is rounded to FP32. So a token's bits depend on its own input, experts and weights, and not on the
+# number or order of an expert's tokens. If a rollout splits the experts over ranks, the sum has one part per rank.
 #
 # Shape legend: T tokens, k experts per token, E experts, H hidden size, n tokens of one expert, R parts.
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The tokens of one expert.
 
     Attributes:
         expert: its index.
         tokens: their rows [n] in the batch, ascending; no token is twice in a group.
-        slots: where each finds this expert among its own k, [n].
-        span: their places among the T * k pairs of token and expert, sorted by expert.
+        slots: the place of the expert among the k of each token, [n].
+        span: their range among the T * k pairs of token and expert, sorted by expert.
     """
 
     expert: int
@@ -142,14 +133,9 @@ def groups_of(ids_Tk: Tensor, experts: int) -> Iterator[Group]:
     flat = ids_Tk.reshape(-1)
     counts = torch.bincount(flat, minlength=experts).tolist()
     if len(counts) > experts:
-        raise ModelError(
-            explain(
-                "the experts of a batch",
-                required=f"indices below {experts}",
-                found=str(len(counts) - 1),
-                fix="turn off expert parallelism in the trainer",
-            )
-        )
+        required, found = f"indices below {experts}", str(len(counts) - 1)
+        fix = "turn off expert parallelism in the trainer"
+        raise ModelError(explain("the experts of a batch", required=required, found=found, fix=fix))
     order, k, start = torch.argsort(flat, stable=True), ids_Tk.shape[1], 0
     for expert, count in enumerate(counts):
         if count:
@@ -169,10 +155,10 @@ def weighted_sums(
     """Add up the experts of each token, in parts.
 
     Args:
-        ids_Tk: indices of its experts, in any order and different from one another. weights_Tk: their weights.
+        ids_Tk: indices of its experts, in any order, no two equal. weights_Tk: their weights.
         sizes: (E, H).
-        outputs: computes a group's expert: the parts it adds to, each with what it adds, unrounded: FP32 [n, H].
-        held: the experts to add; None for all.
+        outputs: computes a group's expert. Yields the parts that it adds to, each with what it adds, unrounded: FP32 [n, H].
+        held: the experts to add. None for all.
 
     Returns:
         FP32 [R, T, H].
@@ -190,8 +176,8 @@ def weighted_sums(
 # ---- What the monitor sees of experts: the operands of their products, which hooks on modules do not see
 #     activations: x of gate and up, SiLU(a) * b of down            gradients: da of gate, db of up, dy of down
 #
-# Each row belongs to a pair of token and expert; pairs are sorted by expert. A watch chooses rows, so only what it measures is
-# copied, and no count is read back to the host. The layer's results do not change.
+# Each row is a pair of token and expert; pairs are sorted by expert. A watch chooses rows, so only what it measures is copied,
+# and no count is read back to the host. The layer's results do not change.
 #
 # Shape legend: T tokens, k experts per token, P = T * k pairs, H hidden size, I intermediate size, n rows.
 
@@ -199,12 +185,6 @@ class Watch(Protocol):
     """Takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values."""
 
     def __call__(self, kind: str, part: Part, experts_P: Tensor, take: Callable[[Tensor], Tensor], /) -> None: ...
-
-
-class HasWatch(Protocol):
-    """The experts of a layer, which hold the watch of their next forward."""
-
-    watch: Watch | None
 
 
 class Watched:
@@ -215,17 +195,9 @@ class Watched:
         self._experts_P, order_P = ids_Tk.reshape(-1).sort(stable=True)
         self._tokens_P = order_P // ids_Tk.shape[1]
 
-    @classmethod
-    def begin(cls, own: HasWatch, ids_Tk: Tensor) -> Watched | None:
-        """Take the watch of these experts, if any. It sees one forward that autograd records and that has tokens."""
-        if own.watch is None or not torch.is_grad_enabled() or ids_Tk.numel() == 0 or torch.compiler.is_compiling():
-            return None
-        watch, own.watch = own.watch, None
-        return cls(watch, ids_Tk)
-
     @torch.no_grad()
     def forward(self, x_TH: Tensor, a_PI: Tensor, b_PI: Tensor) -> None:
-        """See the activations. Gate and up read the same, which is named after gate."""
+        """See the activations. Gate and up read the same one, which is named after gate."""
         self._watch("activation", "gate_proj", self._experts_P, lambda rows: x_TH[self._tokens_P[rows]])
         self._watch("activation", "down_proj", self._experts_P, lambda rows: silu_mul(a_PI[rows], b_PI[rows]))
 
@@ -239,9 +211,8 @@ class Watched:
 
 # ---- Experts in BF16, behind the interface of an FP8 backend: those that ``exclude`` names or the precision guard has moved
 # The quantizer is the identity, with scales of 1 that nobody reads. So ``experts`` computes the same sums over experts on both
-# sides, including the parts of a split. In exact mode a row's bits depend on that row alone.
-#
-# Shape legend as in ``backends.base``.
+# sides, including the parts of a split. In exact mode a row's bits depend on that row alone. Shape legend as in
+# ``backends.base``.
 
 class PlainProducts(Backend):
     """BF16 products: with independent rows (``exact``), or torch's own."""
@@ -254,10 +225,6 @@ class PlainProducts(Backend):
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         """The tokens themselves, BF16."""
         return self._plain(x_MK, (x_MK.shape[0], groups(x_MK.shape[1])), "rows", scale_format)
-
-    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """As ``quantize_activation``; no product needs it."""
-        return self._plain(x_MK, (groups(x_MK.shape[0]), x_MK.shape[1]), "tokens", scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
         """The BF16 value of a weight."""
@@ -282,7 +249,3 @@ class PlainProducts(Backend):
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K], summed in FP32."""
         return torch.mm(dy_MN.float().t(), x.q.float()).to(out_dtype)
-
-    def fingerprint(self, w_NK: Tensor) -> int | None:
-        """Nothing is kept of a weight."""
-        return None

@@ -1,4 +1,4 @@
-"""Norms and activations fused with the quantization of the next FP8 linear's input, in the rollout and in the trainer."""
+"""Norms and activations that also quantize the input of the next FP8 linear, in the rollout and in the trainer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jetrl_patch.backends import Backend, get_backend
+from jetrl_patch.backends import get_backend
 from jetrl_patch.backends.gpu import GpuBackend, both_layouts
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.exact.elementwise import rms_norm_gradients, silu_mul_gradients
 from jetrl_patch.fp8.linear import Fp8State, set_quantized_gradient, set_quantized_input
 from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 
-__all__ = ["available", "fits", "multiplied", "normed", "product", "rms_norm", "silu_mul"]
+__all__ = ["available", "fits", "multiplied", "normed", "rms_norm", "silu_mul"]
 
 
 # ---- The rollout: a producer passes bytes and scales to the next FP8 linear instead of a BF16 tensor
@@ -22,16 +22,16 @@ __all__ = ["available", "fits", "multiplied", "normed", "product", "rms_norm", "
 # | the residual's sum, RMSNorm   | x, residual BF16 [M, K], w [K]       | the sum BF16 [M, K], q e4m3 [M, K], s [M, G] |
 # | SiLU(gate) * up               | gate and up side by side, BF16 [M, 2K] | q e4m3 [M, K], s [M, G]                    |
 #
-# The linear would make the same bytes from the BF16 result. That result is never written, because nothing else reads it.
-# Nothing is saved for a backward pass. In a compiled graph each is one opaque operator, so that a compiler neither changes a
-# rounding nor sees a library call.
+# The linear would make the same bytes from the BF16 result, which nothing else reads, and that result is never written. Nothing
+# is saved for a backward pass. In a compiled graph each operation is one opaque operator: the compiler can neither change a
+# rounding nor trace a library call.
 
-#: the kernels' results do not depend on how the compiler spreads a row over threads if its width is a multiple of this
+#: widths that are multiples of this give results that do not depend on how the compiler spreads a row over threads
 ALIGN = 16
 
 
 def fits(backend: GpuBackend, like: Tensor, width: int) -> bool:
-    """Whether the kernels of both producers run for rows of this width on the device of ``like``."""
+    """Whether both kernels run for rows of this width on the device of ``like``."""
     kernels = backend.producers(like)
     return kernels is not None and width <= kernels.WIDEST and not width % ALIGN
 
@@ -39,7 +39,7 @@ def fits(backend: GpuBackend, like: Tensor, width: int) -> bool:
 def normed(
     x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: GpuBackend, scale_format: ScaleFormat
 ) -> tuple[Quantized, Tensor | None]:
-    """The quantized RMSNorm of x + residual, all BF16, and the sum; without a residual that of x, and None."""
+    """The quantized RMSNorm of x + residual (both BF16), and the sum. Without a residual, that of x, and None."""
     if torch.compiler.is_compiling():
         q_MK, s_MG, total_MK = _normed(x_MK, residual_MK, weight_K, eps, backend.name, scale_format)
         return Quantized(q_MK, s_MG, "rows", scale_format), None if residual_MK is None else total_MK
@@ -47,7 +47,7 @@ def normed(
 
 
 def multiplied(both_MF: Tensor, backend: GpuBackend, scale_format: ScaleFormat) -> Quantized:
-    """The quantized SiLU(gate) * up of gate and up [M, K] side by side in BF16 [M, 2K]."""
+    """The quantized SiLU(gate) * up of BF16 [M, 2K]: gate, then up."""
     if torch.compiler.is_compiling():
         q_MK, s_MG = _multiplied(both_MF, backend.name, scale_format)
         return Quantized(q_MK, s_MG, "rows", scale_format)
@@ -55,22 +55,15 @@ def multiplied(both_MF: Tensor, backend: GpuBackend, scale_format: ScaleFormat) 
     return backend.silu_mul_rows(gate_MK, up_MK, scale_format)
 
 
-def product(x: Quantized, w: Quantized, backend: Backend, out_dtype: torch.dtype) -> Tensor:
-    """``Backend.gemm`` [M, N] of a producer's rows and a weight of the rollout, layout "rows"."""
-    if torch.compiler.is_compiling():
-        return _product(x.q, x.s, w.q, w.s, backend.name, w.scale_format, out_dtype, w.s_blocks)
-    return backend.gemm(x, w, out_dtype)
-
-
 def _gpu(name: str) -> GpuBackend:
     return cast(GpuBackend, get_backend(name))
 
 
 def _new_rows(x: Tensor, K: int, backend: str) -> tuple[Tensor, Tensor]:
-    """Of a graph, as ``kernels.common.new_rows`` makes them."""
+    """Outputs of a graph, laid out as ``kernels.common.new_rows`` does."""
     M, G = x.shape[0], groups(K)
     q_MK = x.new_empty(M, K, dtype=FP8)
-    if _gpu(backend).columns:
+    if get_backend(backend).columns:
         return q_MK, x.new_empty(G, -(-M // 4) * 4, dtype=torch.float32)[:, :M].t()
     return q_MK, x.new_empty(M, G, dtype=torch.float32)
 
@@ -84,9 +77,7 @@ def _normed(
 
 
 @_normed.register_fake
-def _(
-    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: str, scale_format: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: str, *others: Any) -> tuple[Tensor, ...]:
     total = x_MK.new_empty(0) if residual_MK is None else x_MK.new_empty(x_MK.shape)
     return *_new_rows(x_MK, x_MK.shape[1], backend), total
 
@@ -101,24 +92,6 @@ def _(both_MF: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]
     return _new_rows(both_MF, both_MF.shape[1] // 2, backend)
 
 
-@torch.library.custom_op("jetrl_patch::fp8_rows_product", mutates_args=())
-def _product(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype,
-    s_blocks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    form = cast(ScaleFormat, scale_format)
-    x, w = Quantized(q_MK, s_MG, "rows", form), Quantized(w_NK, s_NG, "rows", form, s_blocks=s_blocks)
-    return get_backend(backend).gemm(x, w, out_dtype)
-
-
-@_product.register_fake
-def _(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype,
-    s_blocks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return q_MK.new_empty(q_MK.shape[0], w_NK.shape[0], dtype=out_dtype)
-
-
 # ---- The trainer: RMSNorm and SiLU * up also write the bytes that the next FP8 layers read -------
 # | operation                 | one kernel reads          | and writes                                          | bytes          |
 # | RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
@@ -128,22 +101,20 @@ def _(
 # | up come from FP8 layers   |                           | of ``quantize_both``                                | of each        |
 #
 # y equals the result of ``exact.elementwise``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion saves a pass
-# over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in FP32, so its
+# over y, and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in FP32, so its
 # last bit may differ. These norms replace it only under ``align="linear"``, which promises equal linears and nothing more.
 
 def available(backend: str, device_type: str) -> bool:
-    """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. The only place that decides."""
+    """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. Decided only here."""
     return device_type == "cuda" and hasattr(get_backend(backend), "producers")
 
 
 def _kernels(state: Fp8State, *inputs: Tensor) -> Any | None:
-    """The fused kernels if they accept these inputs (BF16 only), else None. Under torch.compile Inductor fuses the norm."""
-    if torch.compiler.is_compiling():
-        return None
-    from jetrl_patch.backends.gpu import GpuBackend
-
+    """The fused kernels if they accept these inputs (BF16 only), else None. Under torch.compile, Inductor fuses the norm."""
     backend = state.backend
-    kernels = backend.producers(inputs[0]) if isinstance(backend, GpuBackend) else None
+    if torch.compiler.is_compiling() or not isinstance(backend, GpuBackend):
+        return None
+    kernels = backend.producers(inputs[0])
     return kernels if all(t.dtype == torch.bfloat16 for t in inputs) else None
 
 
@@ -156,11 +127,11 @@ class _NormedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:
         x_MK = _rows(x)
-        columns: bool = state.backend.columns  # type: ignore[attr-defined]
-        made = kernels.rmsnorm_quantize_rows(x_MK, weight.detach().contiguous(), eps, state.scale_format, True, columns)
+        given = (x_MK, weight.detach().contiguous(), eps, state.scale_format)
+        made = kernels.rmsnorm_quantize_rows(*given, keep=True, columns=state.backend.columns)
         ctx.save_for_backward(x_MK, weight, made.rstd_M)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
-        ctx.set_materialize_grads(False)  # nobody reads gradients of bytes and scales: do not write zeros for them
+        ctx.set_materialize_grads(False)  # no zeros for the gradients of bytes and scales
         ctx.mark_non_differentiable(made.q_MK, made.s_MG)
         return made.y_MK.view(x.shape), x, made.q_MK, made.s_MG
 
@@ -172,8 +143,8 @@ class _NormedRows(torch.autograd.Function):
 class _MultipliedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, state: Fp8State, kernels: Any, quantize: bool) -> tuple[Tensor, ...]:
-        columns: bool = state.backend.columns  # type: ignore[attr-defined]
-        made = kernels.silu_mul_quantize_rows(_rows(gate), _rows(up), state.scale_format, columns, keep=True)
+        given = (_rows(gate), _rows(up), state.scale_format)
+        made = kernels.silu_mul_quantize_rows(*given, keep=True, columns=state.backend.columns)
         ctx.save_for_backward(gate, up)
         ctx.dtypes, ctx.state, ctx.quantize = (gate.dtype, up.dtype), state, quantize
         ctx.set_materialize_grads(False)
@@ -197,13 +168,13 @@ class _MultipliedRows(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Tensor, Tensor] | None:
-    """RMSNorm of x [..., K] in BF16, with quantized rows for the next layers; None if the kernel does not accept the inputs.
+    """RMSNorm of x [..., K] in BF16, which also quantizes rows for the next layers. None if the kernel cannot take the inputs.
 
     Args:
         state: quantization settings of the layers that read the result.
 
     Returns:
-        The result, and x as ``exact.elementwise.rms_norm_passing`` passes it on.
+        The result, and x for the residual, as ``exact.elementwise.rms_norm_passing`` returns it.
     """
     kernels = _kernels(state, x, weight)
     if kernels is None or x.shape[-1] > kernels.WIDEST:
@@ -214,11 +185,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Te
 
 
 def silu_mul(gate: Tensor, up: Tensor, state: Fp8State, quantize_gradients: bool = False) -> Tensor | None:
-    """SiLU(gate) * up, BF16 [..., K], with quantized rows for the next layer; None if the kernel does not accept the inputs.
+    """SiLU(gate) * up, BF16 [..., K], which also quantizes rows for the next layer. None if the kernel cannot take the inputs.
 
     Args:
-        quantize_gradients: also quantize the gradients. For gate and up that come straight from FP8 layers with the same
-            settings, which compute both of their gradients.
+        quantize_gradients: also quantize the gradients. Only if gate and up come straight from FP8 layers with the same settings
+            that compute both of their gradients.
     """
     kernels = _kernels(state, gate, up)
     if kernels is None:

@@ -1,5 +1,4 @@
-"""Factors moved between a norm and the linears behind it: SmoothQuant at export, and QuRL's update-aware scaling before
-training."""
+"""Factors moved between a norm and the linears behind it: SmoothQuant at export, QuRL's update-aware scaling before training."""
 
 from __future__ import annotations
 
@@ -15,25 +14,16 @@ from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.models.families import covering
 
 __all__ = [
-    "RECORD",
-    "Group",
-    "Observer",
-    "Smoother",
-    "check_record",
-    "factors",
-    "groups_of",
-    "scale_once",
-    "smoothed",
-    "take_over",
+    "RECORD", "Group", "Observer", "Smoother", "check_record", "factors", "groups_of", "scale_once", "smoothed", "take_over",
 ]  # fmt: skip
 
 
-# ---- Groups of a norm and the linears that read it, between which a factor can be moved without changing the function
+# ---- Groups of a norm and the linears that read it. A factor can move between them without changing the function
 #     norm(x) = x̂ · g        W norm(x) = (W · f) (norm(x) / f)        with f a number, or one number per channel
 #
-# A group needs a norm that only linears read. The record of the model's family lists them (``families.Family.readers``) and
-# states that its norms are ``x̂ · g`` (not ``x̂ · (1 + g)``) and precede the linears. ``o_proj`` and ``down_proj`` read no
-# norm, so they are in no group.
+# Only linears may read the norm of a group. The record of the model's family lists them (``families.Family.readers``) and states
+# that its norms are ``x̂ · g`` (not ``x̂ · (1 + g)``) and precede the linears. ``o_proj`` and ``down_proj`` read no norm, so they
+# are in no group.
 
 @dataclass(frozen=True)
 class Group:
@@ -56,14 +46,9 @@ def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Grou
     """
     covered = covering("scaling")
     if family not in covered:
-        raise ModelError(
-            explain(
-                asked,
-                required=f"one of the model families {', '.join(covered)}, whose function it preserves",
-                found=f"model_type={family!r}",
-                fix="switch it off: set smoothing=0, or drop invariant_scale",
-            )
-        )
+        required = f"one of the model families {', '.join(covered)}, whose function it preserves"
+        fix = "switch it off: set smoothing=0, or drop invariant_scale"
+        raise ModelError(explain(asked, required=required, found=f"model_type={family!r}", fix=fix))
     known = dict.fromkeys(names)
     found = []
     for name in known:
@@ -76,12 +61,12 @@ def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Grou
 
 
 # ---- QuRL's update-aware scaling: WX = (W / s)(sX), applied once before training (arXiv 2602.13953)
-# An optimizer update is far smaller than the spacing of the rollout's format. With s > 1 the weights of q, k, v, gate and
-# up shrink and the norms before them grow by the factor s. The function is unchanged, and an update is s times larger
+# An optimizer update is far smaller than the spacing of the rollout's format. With s > 1 the weights of q, k, v, gate and up
+# shrink by the factor s, and the norms before them grow by it. The function is unchanged, and an update is s times larger
 # relative to the quantized weight. ``o_proj``, ``down_proj`` and biases do not change.
 #
-# The model's configuration records the factor, and so does every ``config.json`` saved from it, so that a checkpoint of a
-# scaled model is not scaled again.
+# The model's configuration records the factor, and with it every ``config.json`` saved from it, so a checkpoint of a scaled model
+# is not scaled again.
 
 #: attribute of a Hugging Face configuration
 RECORD = "jetrl_invariant_scale"
@@ -112,14 +97,9 @@ def check_record(hf_config: Any, scale: float) -> bool:
     """Whether a model with this configuration is already scaled. Raises ConfigError if the factor was another one."""
     recorded = getattr(hf_config, RECORD, None)
     if recorded is not None and recorded != scale:
-        raise ConfigError(
-            explain(
-                f"invariant_scale={scale:g}",
-                required="an unscaled checkpoint, or one scaled by the same factor",
-                found=f"{RECORD}={recorded} in its config.json",
-                fix=f"use invariant_scale={recorded}, or the unscaled checkpoint",
-            )
-        )
+        required = "an unscaled checkpoint, or one scaled by the same factor"
+        found, fix = f"{RECORD}={recorded} in its config.json", f"use invariant_scale={recorded}, or the unscaled checkpoint"
+        raise ConfigError(explain(f"invariant_scale={scale:g}", required=required, found=found, fix=fix))
     return recorded is not None
 
 
@@ -130,10 +110,10 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
-    """Check that a training checkpoint, whose weights replace the model's, was scaled as the model was.
+    """Check that a training checkpoint, whose weights replace the model's, was scaled like the model.
 
-    If the model was built without ``invariant_scale``, its configuration takes over the checkpoint's record, so that
-    later saves describe their weights correctly.
+    If the model was built without ``invariant_scale``, its configuration takes over the checkpoint's record, so later saves
+    describe their weights correctly.
 
     Args:
         recorded: the checkpoint's factor, or None if it records none.
@@ -146,22 +126,17 @@ def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
     if built is None and recorded is not None:
         setattr(hf_config, RECORD, recorded)
     elif built != recorded:
-        raise ConfigError(
-            explain(
-                f"resuming from {where}",
-                required=f"weights with invariant_scale={built}",
-                found="no invariant_scale" if recorded is None else f"invariant_scale={recorded}",
-                fix=f"resume with invariant_scale={recorded}: the factor is chosen once, before training"
-                if recorded is not None
-                else "resume without invariant_scale: the factor is chosen once, before training",
-            )
-        )
+        found = "no invariant_scale" if recorded is None else f"invariant_scale={recorded}"
+        how = "without invariant_scale" if recorded is None else f"with {found}"
+        fix = f"resume {how}: the factor is chosen once, before training"
+        what, required = f"resuming from {where}", f"weights with invariant_scale={built}"
+        raise ConfigError(explain(what, required=required, found=found, fix=fix))
 
 
-# ---- Record max |X| per channel of the norms' outputs in the trainer's forward, since the last sync
+# ---- Observe max |X| per channel of the norms' outputs in the trainer's forward, since the last sync
 
 class Observer:
-    """Observes norms from the first ``start()``. Its figures are not part of the model's state.
+    """Observes norms from the first ``start()`` on. Its figures are not part of the model's state.
 
     Args:
         norms: name of a norm's weight -> the module, which sharding does not replace.
@@ -176,20 +151,20 @@ class Observer:
         self._agreed: dict[str, Tensor] = {}
 
     def start(self) -> None:
-        """Start observing. A model that is never exported (a reference model) is never observed."""
+        """Start observing. A model that is never exported, such as a reference model, is never observed."""
         if not self._hooks:
             for name, norm in self._norms.items():
                 self._hooks.append(norm.register_forward_hook(self._hook(name)))
 
     def seen(self, name: str) -> Tensor | None:
-        """The figures [K] agreed on by all ranks; None before the first forward."""
+        """The figures [K] that all ranks agreed on. None before the first forward."""
         return self._agreed.get(name)
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Reduce the figures since the last call to their maximum over all ranks. Every rank must call it.
+        """Agree on the maximum over all ranks of the figures since the last call. Every rank must call it.
 
-        If there was no forward since the last call, the previous figures remain.
+        If there was no forward since then, the previous figures remain.
         """
         flat = torch.cat([self._of(name) for name in self._norms]) if self._norms else torch.zeros(0)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -231,18 +206,18 @@ def _device(modules: Iterable[nn.Module]) -> torch.device:
     return torch.device("cpu")
 
 
-# ---- SmoothQuant without calibration: at export only, outliers move from activations into weights
+# ---- SmoothQuant without calibration: outliers move from activations into weights, at export only ----
 # For channel j of a norm's output X, which the linears of a group read, with their weights stacked in W:
 #
 #     f_j = max|X_j|^α / max|W_j|^(1-α)            norm' = norm / f,  W' = W · f        (SmoothQuant, arXiv 2211.10438)
 #
-# max|X_j| is observed in the trainer's forward since the last sync. Before the first forward, |g_j| of the norm replaces
-# it, on the assumption that the normalized x̂ is similar in all channels. Factors are divided by their geometric mean, to
-# which per-row scales are insensitive, and rounded to powers of two. Multiplication and division are then exact in BF16, so
-# before quantization the smoothed model computes the same bits. The trainer's parameters do not change.
+# max|X_j| is observed in the trainer's forward since the last sync. Before the first forward, |g_j| of the norm replaces it, on
+# the assumption that the normalized x̂ is similar in all channels. Factors are divided by their geometric mean, to which per-row
+# scales are insensitive, and rounded to powers of two. So multiplication and division are exact in BF16, and before quantization
+# the smoothed model computes the same bits. The trainer's parameters do not change.
 
 NamedTensor = tuple[str, Tensor]
-#: factors are clamped to 2**±_MOST: far inside BF16's range, and far beyond what a model needs
+#: factors are clamped to 2**±_MOST: far inside BF16's range, far beyond what a model needs
 _MOST = 12
 
 
@@ -266,18 +241,15 @@ def factors(norm_K: Tensor, weights: Sequence[Tensor], seen_K: Tensor | None, al
 
 
 def smoothed(
-    weights: Iterable[NamedTensor],
-    groups: Iterable[Group],
-    alpha: float,
-    seen: Callable[[str], Tensor | None],
+    weights: Iterable[NamedTensor], groups: Iterable[Group], alpha: float, seen: Callable[[str], Tensor | None]
 ) -> Iterator[NamedTensor]:
     """Smooth every group in a stream of weights. Holds BF16 copies of a group until it is complete.
+
+    A non-finite weight stays non-finite, for a later check of the stream to find.
 
     Args:
         weights: ``(name, full tensor)`` in any order.
         seen: name of a norm's weight -> max |X| per channel of the norm's output, or None.
-
-    A non-finite weight stays non-finite, so that a later check of the stream finds it.
     """
     member = {name: group for group in groups for name in (group.norm, *group.readers)}
     held: dict[str, Tensor] = {}

@@ -2,24 +2,25 @@
 
 On a GPU there is no cheap way to see that a weight has changed. Reading it costs two thirds of quantizing it, and reading the
 result back stalls the stream. A tensor's version does not count what FSDP2 gathers, nor what an optimizer, an EMA or a checkpoint
-writes by ``.data`` or by a kernel of its own. So the caller, who runs the steps, promises that nothing writes:
+writes by ``.data``
+or by a kernel of its own. So the caller, who runs the steps, promises that nothing writes:
 
     forward(a micro-batch) · recompute · backward · forward(the next) · … · optimizer step
     └───────────── with unchanged_weights(model): ─────────────┘
 
 Between the first forward and the optimizer step there are only passes and gathers of the same values. With A micro-batches and
-activation checkpointing, a weight is quantized once instead of 3 A times. At the end of the block all bytes are dropped, so no
-memory is held while the optimizer or the rollout works. Outside of a block every pass quantizes. So does, inside of it, a weight
-whose version, shape, dtype or device has changed after all. A weight sync does not use the promise: it quantizes what it sends.
+activation checkpointing, a weight is quantized once instead of 3 A times. At the end of the block all bytes are dropped, so the
+optimizer and the rollout find the memory free. Outside a block every pass quantizes. Inside it, so does a weight whose version,
+shape, dtype or device has changed after all. A weight sync does not use the promise: it quantizes what it sends.
 
-The promise is checked. A step of any torch optimizer, or loading a state dict into one of the layers, ends it. In each block one
-layer is quantized again by every backward pass and compared on the device; the next block takes another layer. The host reads the
-result when the next block begins: one wait in an optimizer step, and none between passes.
+The promise is checked. A step of any torch optimizer, or loading a state dict into one of the layers, ends it. In each block,
+every backward pass quantizes one layer again and compares it on the device; the next block takes another layer. The host reads
+the result when the next block begins: one wait per optimizer step, and none between passes.
 
-Each rank holds the FP8 bytes of its layers: 1 byte for each weight, and 1 more for a backend whose DGrad reads W^T. One launch
-writes both; otherwise every backward would transpose W again. If ranks free the gathered weights after each layer, holding the
-bytes would cost the memory that sharding saves. Nothing is promised then, and only a recomputation keeps its bytes, for the
-gradients that follow it (``linear``).
+Each rank holds the FP8 bytes of its layers: 1 byte per weight, and 1 more for a backend whose DGrad reads W^T, which would
+otherwise be transposed in every backward. If ranks free gathered weights after each layer, holding the bytes would cost the
+memory that sharding saves. Then nothing is promised, and only a recomputation keeps its bytes, for the gradients that follow
+(``linear``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from jetrl_patch.fp8.linear import PROMISES, Fp8State, Promise
 __all__ = ["unchanged_weights", "written_weights"]
 
 _turns = itertools.count()
-#: layers that were compared, and whether they differed, which the host has not read yet
+#: the compared layers, each with the flag on the device that says whether it differed
 _compared: list[tuple[str, Tensor]] = []
 
 
@@ -49,7 +50,7 @@ def _states(model: nn.Module) -> list[tuple[str, Fp8State]]:
 
 
 def _audit(named: list[tuple[str, Fp8State]]) -> None:
-    """Compare the next layer in turn, from now until the promise ends."""
+    """Until the promise ends, compare the next layer of a rotation."""
     if named:
         name, state = named[next(_turns) % len(named)]
         state.audit = lambda differs: _compared.append((name, differs))
@@ -60,23 +61,21 @@ def _read() -> None:
     differing = sorted({name for name, flag in _compared if flag})
     _compared.clear()
     if differing:
-        fix = "remove what writes weights between the micro-batches of an optimizer step"
-        raise AuditError(
-            explain(differing[0], required="the same weight until the optimizer step", found="another one", fix=fix)
-        )
+        required, fix = "the same weight until the optimizer step", "remove what writes weights between its micro-batches"
+        raise AuditError(explain(differing[0], required=required, found="another one", fix=fix))
 
 
 @contextlib.contextmanager
 def unchanged_weights(model: nn.Module, gradients: bool = True) -> Iterator[None]:
     """Promise that nobody changes a weight of ``model`` in this block, and hold the FP8 bytes of its layers.
 
-    Do not use it if ranks free the gathered weights between passes to save memory: the bytes of all layers add up.
+    Do not use it if ranks free gathered weights between passes to save memory: the bytes of all layers add up.
 
     Args:
-        gradients: backward passes follow, so that W^T is made and held too.
+        gradients: whether backward passes follow, so W^T is made and held too.
 
     Raises:
-        AuditError: in an earlier block, or on a CPU in this one, a weight was written.
+        AuditError: a weight was written in an earlier block, or on a CPU in this one.
     """
     _read()
     promise, named = Promise(gradients), _states(model)
@@ -104,7 +103,7 @@ def unchanged_weights(model: nn.Module, gradients: bool = True) -> Iterator[None
 
 @contextlib.contextmanager
 def written_weights(model: nn.Module) -> Iterator[None]:
-    """Suspend ``unchanged_weights`` while the weights are written. Nothing is held meanwhile; the promise holds again after."""
+    """Suspend ``unchanged_weights`` while weights are written. Nothing is held meanwhile. The promise holds again afterwards."""
     named = _states(model)
     promises = [state.promise for _, state in named]
     held = PROMISES.intersection(promises)

@@ -1,13 +1,13 @@
 """Batch-invariant causal attention: a row depends only on its own query and keys. One kernel for paged and packed sequences.
 
 A program computes ROWS rows of one key/value head. It reads the keys in ascending blocks of KEYS and starts a new sum at each
-multiple of CHUNK, so that several programs can share a context. Decode, chunked prefill and training use the same tile, so the
-same instructions compute a row everywhere.
+multiple of CHUNK, so several programs can share a context. Decode, chunked prefill and training use the same tile, so the same
+instructions compute a row everywhere.
 
-A tile also reads blocks of keys that only its later rows may see. These blocks leave the state of an earlier row unchanged, bit
-for bit: its scores are -inf, so the maximum stays, the factor is exp2(0) = 1, the weights are exp2(-inf) = 0, the product with
-the values starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (Only the sign of a zero could differ, so zero results lose
-their sign. A NaN or Inf among the values of a later token in the same block would produce NaN.)
+A tile also reads blocks of keys that only its later rows may see. They leave the state of an earlier row unchanged, bit for bit:
+its scores are -inf, so the maximum stays, the factor is exp2(0) = 1, the weights are exp2(-inf) = 0, the product with the values
+starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (Only the sign of a zero could differ, so zero results lose their sign. A
+NaN or Inf among the values of a later token in the same block would produce NaN.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 LOG2E = math.log2(math.e)
 
 
-# ---- The rows that a program computes, in the forward kernel, the kernel that combines chunks, and the backward kernels
+# ---- The rows that a program computes, in all attention kernels ----------------------------------
 # A row is one query of one of the PER query heads that share a key/value head. The rows of a sequence are in the order
-# (token, head), so that a decode step fills a tile as well as it can.
+# (token, head), so a decode step fills a tile as well as it can.
 
 class Tile(NamedTuple):
     """Rows of a program of the forward (at least 64, for ``wgmma``), keys of a block, pipeline depth and warps."""
@@ -39,9 +39,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-#: head dimension -> tile. Each warpgroup has 64 rows, so that its scores stay in its registers. A program holds two sums: that
-#: of the current chunk, and that of the chunks before it, which may spill because it is used once per chunk. The tile must not
-#: depend on the number of rows, keys or requests
+#: head dimension -> tile, which must not depend on the number of rows, keys or requests. Each warpgroup has 64 rows, so its
+#: scores stay in its registers. A program holds the sum of the current chunk and that of the chunks before it. The second may
+#: spill, because it is used once per chunk
 TILES = {64: Tile(64, 64, 2, 4), 128: Tile(128, 64, 2, 8)}
 HEAD_DIMS = tuple(TILES)
 
@@ -56,10 +56,11 @@ def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the sequence that a block of rows belongs to: the blocks of sequence r begin at starts[r] * PER // ROWS + r.
+def block_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sequence of a block of rows, the sequence's first token and number of tokens, and the block's first row.
 
-    Every sequence gets at least as many blocks as it needs, and the grid depends only on shapes, not on values.
+    The blocks of sequence r begin at starts[r] * PER // ROWS + r. So every sequence gets at least as many blocks as it needs, and
+    the grid depends only on shapes, not on values. A first row of PER * tokens or more means that the block is empty.
     """
     low = 0
     high = R
@@ -69,16 +70,7 @@ def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # typ
             low = middle + 1
         else:
             high = middle
-    return low - 1
-
-
-@triton.jit
-def block_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sequence of a block of rows, the sequence's first token, its number of tokens, and the block's first row.
-
-    If the first row is PER * tokens or more, the block has no rows.
-    """
-    r = sequence_of(block, starts, R, PER, ROWS)
+    r = low - 1
     start = tl.load(starts + r)
     tokens = tl.load(starts + r + 1) - start
     return r, start, tokens, (block - (start * PER // ROWS + r)) * ROWS
@@ -97,32 +89,32 @@ def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
 
 
 # ---- Chunks of keys: a row has the same bits however many programs share its context -------------
-# Attention cuts the keys of a sequence at multiples of CHUNK, counted from the sequence's first key. Each chunk has a state of
-# its own, computed from its keys alone:
+# The keys of a sequence are cut at multiples of CHUNK, counted from its first key. Each chunk has a state, computed from its keys
+# alone:
 #
 #     m [ROWS]     the largest score        l [ROWS]     the sum of 2^(s - m)        a [ROWS, D]  the sum of 2^(s - m) v
 #
 # ``combine`` adds the states in ascending order. In training, one program does all of it. In decoding, several programs may
-# compute the states and store them in FP32, and ``combine_kernel`` adds them. Both do the same operations on the same values in
-# the same order.
+# compute the states and store them in FP32, and ``combine_kernel`` adds them: the same operations on the same values in the same
+# order.
 #
-# The rows of a tile may see different numbers of chunks. For a chunk that a row does not see, a program that does all chunks
-# adds the state (LOWEST, 0, 0), and ``combine_kernel`` adds this state too, whatever was stored. It changes nothing: the maximum
-# stays, the factors are exp2(0) = 1 and 0, and fma(x, 1, 0) = x.
+# The rows of a tile may see different numbers of chunks. For a chunk that a row does not see, a program that does all chunks adds
+# the state (LOWEST, 0, 0), and so does ``combine_kernel``, whatever was stored. That changes nothing: the maximum stays, the
+# factors are exp2(0) = 1 and 0, and fma(x, 1, 0) = x.
 
 #: keys in a chunk. Trainer and rollout must use the same number, because a new sum begins with each chunk
 CHUNK = 1024
 #: the maximum of no scores. It is finite, because -inf - -inf is NaN
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-#: maximum number of programs in a launch that shares contexts. Each of a Hopper's 132 multiprocessors runs two at a time.
-#: Programs without a chunk, because the context is short, end at once but still cost a little. The number is an estimate; no bit
+#: maximum number of programs in a launch that shares contexts. Each of a Hopper's 132 multiprocessors runs two at a
+#: time. Programs without a chunk, because the context is short, end at once but cost a little. The number is an estimate; no bit
 #: depends on it
 PROGRAMS = 2048
-#: maximum bytes of stored states. In a launch that would need more, one program does all chunks of a row
+#: maximum bytes of stored states. If a launch would need more, one program does all chunks of a row
 WORKSPACE = 64 << 20
 
-#: head dimension -> rows per program of ``combine_kernel``, so that nine programs fit on an SM; its warps and pipeline stages
+#: head dimension -> rows per program of ``combine_kernel`` (nine programs fit on an SM); its warps and pipeline stages
 COMBINE_ROWS = {64: 16, 128: 8}
 COMBINE_WARPS, COMBINE_STAGES = 4, 4
 
@@ -186,23 +178,15 @@ def chunks_of(context: int) -> int:
     return -(-context // CHUNK)
 
 
-def workspace_bytes(tokens: int, heads: int, width: int, context: int) -> int:
-    """Bytes of the stored states of ``tokens`` queries whose contexts have at most ``context`` keys."""
-    return 4 * chunks_of(context) * tokens * heads * (width + 2)
-
-
 def splits(programs: int, tokens: int, heads: int, width: int, context: int) -> int:
-    """Number of programs that share the chunks of a row. With 1, no state is stored.
-
-    The number depends only on shapes, so it is fixed in a CUDA graph.
+    """Number of programs that share the chunks of a row; 1 stores no state. Depends only on shapes, as a CUDA graph needs.
 
     Args:
         programs: programs in a launch that does not share contexts.
         context: the longest context that the block table has room for.
     """
-    if workspace_bytes(tokens, heads, width, context) > WORKSPACE:
-        return 1
-    return max(1, min(chunks_of(context), PROGRAMS // programs))
+    stored_bytes = 4 * chunks_of(context) * tokens * heads * (width + 2)
+    return 1 if stored_bytes > WORKSPACE else max(1, min(chunks_of(context), PROGRAMS // programs))
 
 
 def workspace(q_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +197,7 @@ def workspace(q_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 
 def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts: Tensor, lengths: Tensor, kv_heads: int) -> None:
-    """Fill ``out`` [T, H, D] and ``lse`` [T, H] from the workspace that the attention kernel has filled."""
+    """Compute ``out`` [T, H, D] and ``lse`` [T, H] from the states that the attention kernel has stored."""
     T, H, D = out.shape
     per, sequences = H // kv_heads, starts.shape[0] - 1
     combine_kernel[(row_blocks(T, per, sequences, COMBINE_ROWS[D]), kv_heads)](
@@ -224,8 +208,6 @@ def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts:
 
 
 # ---- The forward pass ----------------------------------------------------------------------------
-
-
 
 @triton.jit
 def attend(q, k, v, key, limit, scale, top, total, acc, MASKED: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -251,7 +233,7 @@ def block_of_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Load one block of a paged or a packed sequence: the positions of the keys, keys [KEYS, D] and values [KEYS, D].
 
-    With MASKED, the block may extend past the context; what lies past it reads as zero.
+    With MASKED, the block may extend past the context and reads zeros there.
     """
     key, d = kb * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
     there = key < length if MASKED else tl.full((KEYS,), True, tl.int1)
@@ -273,8 +255,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Of n programs on axis 2, program i does the chunks i, i + n, i + 2n, ... of the keys.
 
-    SIZE is the number of tokens per cache block; 0 means packed sequences, whose keys are laid out like their queries. With
-    SPLIT, ``out`` and ``lse`` are the ``sums`` and ``ends`` of ``combine_kernel``. Without it, one program does all chunks.
+    SIZE is the number of tokens per cache block. With 0, sequences are packed, and their keys are laid out like their queries.
+    With SPLIT, ``out`` and ``lse`` are the ``sums`` and ``ends`` of ``combine_kernel``. Without it, one program does all chunks.
     """
     tl.static_assert(CHUNK % KEYS == 0)
     block, kh = tl.program_id(0), tl.program_id(1)
@@ -336,10 +318,7 @@ def attention_paged(
     scale: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H].
-
-    The grid depends only on shapes, so the host does not wait for the GPU.
-    """
+    """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H]. The host does not wait for the GPU."""
     heads = _check(q_THD, k_cache, v_cache)
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("k_cache and v_cache must have the same strides and a contiguous last dimension")
@@ -350,9 +329,7 @@ def attention_paged(
     return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1], out)
 
 
-def attention_varlen(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over packed sequences. Returns BF16 [T, H, D] and the log-sum-exp FP32 [T, H]."""
     heads = _check(q_THD, k_TKD, v_TKD)
     if k_TKD.stride() != v_TKD.stride() or k_TKD.stride(2) != 1:

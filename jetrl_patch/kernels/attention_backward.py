@@ -3,7 +3,7 @@
     P = exp(scale Q K^T - lse);  dV = P^T dO;  dP = dO V^T;  dS = P (dP - delta);  dQ = scale dS K;  dK = scale dS^T Q
 
 with delta = rowsum(dO * O). The products take BF16 operands (P and dS are rounded) and accumulate in FP32. The rollout has no
-counterpart, so the gradients only need to be correct. They use no atomics, so they are also deterministic.
+gradients, so these only need to be correct. They use no atomics, so they are also deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 
 class Tile(NamedTuple):
-    """What a program holds in registers and what it loops over. The sizes have few instructions per block, and no loop spills."""
+    """What a program holds in registers and what it loops over. With these sizes, no loop spills."""
 
     held: int
     walked: int
@@ -42,7 +42,7 @@ def row_sums_kernel(  # type: ignore[no-untyped-def]
     grad, out, lse, delta, level, T,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, SUMMED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write delta and the log-sum-exp in base 2 (``level``), FP32 [KH, T * PER]: the order in which the other kernels read rows.
+    """Write delta and the log-sum-exp in base 2 (``level``), FP32 [KH, T * PER]: the other kernels read rows in this order.
 
     A row is one head of one token, contiguous in the input tensors.
     """
@@ -114,7 +114,7 @@ def dkdv_of(  # type: ignore[no-untyped-def]
     rb, q, grad, level, delta, k_rows, v_rows, dk_acc, dv_acc, key, keys, start, kh, T, scale,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, WALKED: tl.constexpr, MASKED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of rows. Without MASKED, every row of the block must exist and see every key held."""
+    """Add a block of rows. Without MASKED, every row of the block must exist and see every held key."""
     row, d = rb * WALKED + tl.arange(0, WALKED), tl.arange(0, D)
     valid = row < keys * PER if MASKED else tl.full((WALKED,), True, tl.int1)
     token = row // PER

@@ -1,4 +1,4 @@
-"""Shared by the quantizing kernels: e4m3 arithmetic, tiles, and the input checks and output tensors on the host."""
+"""Shared by the quantizing kernels: e4m3 arithmetic, tiles, and on the host the input checks and output tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.backends.nvidia.compiler import CUDAOptions
 
 from jetrl_patch.errors import explain
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 # ---- Scales, e4m3fn bytes and BF16 rounding on the device, bit-equal to ``backends.quantize`` ---------
-# The casts of Triton's interpreter are wrong, so everything uses bit operations or correctly rounded arithmetic, which give the
-# same result there and on a GPU. ``HARDWARE`` selects the GPU's conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
+# The casts of Triton's interpreter are wrong, so everything uses bit operations or correctly rounded arithmetic, with the same
+# result there and on a GPU. ``HARDWARE`` selects the GPU's conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
 # ``cvt.rn.bf16x2.f32``). Both turn every NaN into the byte 0x7f.
 
 # the bits of 1e-10, the amax floor, and of infinity
@@ -26,13 +26,13 @@ _INF = tl.constexpr(0x7F800000)
 
 @triton.jit
 def magnitude(x):  # type: ignore[no-untyped-def]
-    """The bits of |x| for FP32 x, which order as integers like the values do. NaN is above everything, so a maximum keeps it."""
+    """The bits of |x| for FP32 x, which order as the values do. NaN is above everything, so a maximum keeps it."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``backends.quantize.scale_from_amax`` on the ``magnitude`` of an amax, with IEEE division, not ``div.full``.
+    """``backends.quantize.scale_from_amax`` of the ``magnitude`` of an amax, with IEEE division, not ``div.full``.
 
     A power of two needs no division: 448 is 1.75 * 2^8, so the exponent drops by 8, or by 7 if the mantissa is above 1.75.
     (A quotient just above 1 does not round down to 1, because one more mantissa bit is worth 2^-23 / 1.75: more than half a bit
@@ -63,7 +63,7 @@ def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def widened(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert BF16 (or FP32) to FP32, exactly. Uses bits, because the interpreter's conversion is wrong for subnormals."""
+    """Convert BF16 (or FP32) to FP32, exactly. Uses bits, because the interpreter is wrong for subnormals."""
     if HARDWARE or x.dtype == tl.float32:
         return x.to(tl.float32)
     else:
@@ -89,9 +89,7 @@ def encode(y, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         bits = y.to(tl.int32, bitcast=True)
         a = bits & 0x7FFFFFFF
-        normal = (
-            a + 0x7FFFF + ((a >> 20) & 1) - 0x3C000000
-        ) >> 20  # mantissa 23 -> 3 bits, exponent bias 127 -> 7
+        normal = (a + 0x7FFFF + ((a >> 20) & 1) - 0x3C000000) >> 20  # mantissa 23 -> 3 bits, exponent bias 127 -> 7
         # adding 2^14 rounds to steps of 2^-9, the spacing of the subnormals
         tiny = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(a < 0x3C800000, tiny, normal)  # 2^-6
@@ -146,7 +144,7 @@ def store_tokens(  # type: ignore[no-untyped-def]
 ):
     """Quantize and store a tile [128 tokens, columns] (FP32, zero outside) of group ``g``, with one scale per column.
 
-    With TRANSPOSED, ``pitch`` is the length of a row of q, and tokens past M count as zero.
+    With TRANSPOSED, ``pitch`` is the length of a row of q, and tokens past M are zero.
     """
     codes, scale = quantized(x, tl.max(magnitude(x), 0, keep_dims=True), POW2, HARDWARE)
     m = g * 128 + tl.arange(0, 128)
@@ -161,8 +159,8 @@ def store_tokens(  # type: ignore[no-untyped-def]
 
 # ---- The host side of the quantizers: checks of the input, output tensors, launch options --------
 
-#: no fusion, as for the GEMMs, and instructions scheduled for few registers: each element passes through many operations and the
-#: tile is wide, so that a SiLU tile would spill otherwise. Older versions of triton lack ``sched4reg``
+#: no fusion, as for the GEMMs, and instructions scheduled for few registers: tiles are wide and each element passes through many
+#: operations, so a SiLU tile would spill otherwise. Older versions of triton lack ``sched4reg``
 COMPILER = {**PINNED, **({"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {})}
 
 
@@ -202,13 +200,8 @@ def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, 
     return q, torch.empty(M, G, dtype=torch.float32, device=x.device)
 
 
-def new_tokens(x: Tensor, M: int, K: int, transposed: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """Allocate uint8 [M, K], or [K, M] (with ``pad``, M rounded up to whole groups), and FP32 [ceil(M / 128), K]."""
+def new_tokens(x: Tensor, M: int, K: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Allocate uint8 [M, K], or [K, M rounded up to whole groups], and FP32 [ceil(M / 128), K]."""
     s = torch.empty(groups(M), K, dtype=torch.float32, device=x.device)
-    shape = (K, groups(M) * BLOCK if pad else M) if transposed else (M, K)
+    shape = (K, groups(M) * BLOCK) if transposed else (M, K)
     return torch.empty(shape, dtype=torch.uint8, device=x.device), s
-
-
-def as_fp8(q: Tensor) -> Tensor:
-    """View the bytes that the kernels write as e4m3."""
-    return q.view(FP8)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 
-# ---- The digest of a weight (``sync.digest``) on a GPU: one launch per tensor, without a wait of the host
+# ---- The digest of a weight (``sync.digest``) on a GPU: one launch per tensor, and the host does not wait
 # A program reads its part of the matrix once. The order of a sum modulo 2**64 does not matter, so programs add with an atomic.
-# Each result stays in a slot on the device. The host reads the slots of many tensors together.
+# Results stay in slots on the device, and the host reads the slots of many tensors together.
 
 #: rows and columns of a tile, and tiles per program, one below the other
 ROWS, COLS, TILES = 16, 256, 4
@@ -35,8 +35,8 @@ def digest_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``x`` holds bytes [rows, cols], or with HALVES 16-bit words. ``cols``, ``ld`` and ``col0`` count bytes or words.
 
-    out[0] += digest. out[1] = 1 if there is a NaN or infinity, which the exponent of a word shows: of every word with SPECIAL = 1
-    (BF16), of every second word with SPECIAL = 2 (the upper halves of FP32).
+    out[0] += digest. out[1] = 1 if there is a NaN or infinity, which the exponent of a word shows: of every word if SPECIAL is 1
+    (BF16), of every second word if it is 2 (the upper halves of FP32).
     """
     strips = tl.cdiv(cols, COLS)
     c = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
@@ -76,13 +76,13 @@ _SPECIAL = {torch.bfloat16: 1, torch.float32: 2}
 
 
 class Slots:
-    """Pairs of zeros on a device. Many are cleared together, so that a tensor needs no extra launch for its pair."""
+    """Pairs of zeros on a device. Many are cleared in one launch."""
 
     def __init__(self) -> None:
         self._free: dict[torch.device, list[Tensor]] = {}
 
     def take(self, device: torch.device) -> Tensor:
-        """Return int64 zeros [2]. A block's memory is freed with the last of its slots."""
+        """Return int64 zeros [2]. The memory of a block is freed with the last of its slots."""
         free = self._free.setdefault(device, [])
         if not free:
             free.extend(torch.zeros(SLOTS, 2, dtype=torch.int64, device=device).unbind())
@@ -96,7 +96,7 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
     """The digest, and 1 if the matrix is BF16 or FP32 and holds NaN or Inf: int64 [2] on the device.
 
     Args:
-        matrix_RC: any dtype, with contiguous rows; any row stride.
+        matrix_RC: any dtype, contiguous rows, any row stride.
         row0, col0: the position of the matrix in the whole tensor, in elements.
     """
     size = matrix_RC.element_size()
@@ -113,8 +113,8 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
 
 
 # ---- ``fp8.mixture.added`` in one launch: the FP32 sums of R ranks, added in rank order and rounded once to BF16
-# Elements are independent, so neither the tile nor the batch affects a bit. A launch moves 4 R + 2 bytes per element. torch's
-# operators take R launches and move 12 (R - 1) + 6.
+# Elements are independent, so no tile or batch affects a bit. A launch moves 4 R + 2 bytes per element. torch's operations take R
+# launches and move 12 (R - 1) + 6.
 
 #: elements and warps of a program
 SIZE, WARPS = 1024, 4
@@ -131,12 +131,7 @@ def rank_sum_kernel(parts, y, M, N, RANKS: tl.constexpr, SIZE: tl.constexpr):  #
 
 
 def rank_sum(parts_RMN: Tensor) -> Tensor:
-    """BF16 [M, N] from FP32 [R, M, N].
-
-    Raises:
-        TypeError: the parts are not FP32.
-        ValueError, ConfigError: as ``check_device``.
-    """
+    """BF16 [M, N] from FP32 [R, M, N]."""
     if parts_RMN.dtype != torch.float32:
         raise TypeError(f"the sums of ranks must be torch.float32, found {parts_RMN.dtype}")
     check_device(parts_RMN)

@@ -12,7 +12,7 @@ from jetrl_patch.kernels.formats import groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.silu import silu_mul_tile
 
-# ---- SiLU * up and rotary embedding with Hugging Face's rounding. Each result depends only on its own inputs
+# ---- SiLU * up and the rotary embedding with Hugging Face's rounding. Each result depends only on its own inputs
 
 #: rows and warps per tile
 ROWS, WARPS = 8, 4
@@ -22,7 +22,7 @@ SPAN = 1024
 
 @triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def silu_mul_kernel(gate, up, y, M, K, gate_m, up_m, ROWS: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [ROWS, 128]. The values equal those of ``silu.py``, which also quantizes them."""
+    """A tile [ROWS, 128]. ``silu.silu_mul_rows_kernel`` also quantizes the same values."""
     G = tl.cdiv(K, 128)
     m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
@@ -67,7 +67,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-    """Rotate BF16 [T, h, D], D a power of two, by the BF16 tables [P, D/2] at ``positions`` [T] int64. Returns a new tensor."""
+    """Rotate BF16 [T, h, D] by the BF16 tables [P, D/2] at ``positions`` [T]. D is a power of two. Returns a new tensor."""
     T, heads, D = x_ThD.shape
     if D & (D - 1) or D < 2:
         raise ValueError(f"rotary embedding: expected a power of two as head dimension, found {D}")
@@ -90,8 +90,8 @@ def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
 #     backward     dlow = dfirst cos + dsecond sin      dhigh = dsecond cos - dfirst sin
 #
 # The forward pass rounds as Hugging Face does: each product, then the sum, in the dtype to which torch promotes the head and the
-# tables. The gradient has no counterpart in the rollout: FP32, rounded once. torch's operations take 24 launches and 48 bytes per
-# element for both together.
+# tables. The rollout has no gradient, so that is FP32, rounded once. torch's operations take 24 launches and 48 bytes per element
+# for both together.
 
 #: head dimension times heads in a tile: 8 or 16 elements per thread
 ROTARY_SPAN = 2048
@@ -164,11 +164,11 @@ def rotary_pair_kernel(  # type: ignore[no-untyped-def]
 def rotary_pair(
     q_BThD: Tensor, k_BTgD: Tensor, cos: Tensor, sin: Tensor, dtypes: tuple[torch.dtype, torch.dtype], backward: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, T, heads, D], rotated, in ``dtypes`` and in memory of this order.
+    """Queries and keys [B, T, heads, D], rotated, in ``dtypes`` and contiguous.
 
     Args:
-        q_BThD, k_BTgD: BF16 or FP32; the elements of a head are contiguous, other strides are free.
-        cos, sin: [B or 1, T, R], BF16 or FP32; the first R elements of a head are rotated.
+        q_BThD, k_BTgD: BF16 or FP32. The elements of a head are contiguous, other strides are free.
+        cos, sin: [B or 1, T, R], BF16 or FP32. The first R elements of a head are rotated.
         backward: the inputs are the gradients of the results, and ``dtypes`` are those of the queries and keys.
     """
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q_BThD, k_BTgD))
@@ -188,22 +188,20 @@ def rotary_pair(
 
 
 def _steps(t: Tensor, dims: int) -> list[int]:
-    """The first strides, with 0 for a dimension of size 1: any value is right there, but Triton would compile for each."""
+    """The first strides, with 0 for a dimension of size 1. Any value is right there, but Triton would compile for each."""
     return [step if n > 1 else 0 for n, step in zip(t.shape[:dims], t.stride())]
 
 
 # ---- The merged weight of ``fp8.lora``, W' = bf16(W + scaling * Σ_j B_j A_j), in one pass over W -
 # Each element is summed by itself in the order of j, so the tiling affects no bit. Products of BF16 values are exact in FP32, so
-# an fma rounds once, as the formula does. The last product and sum must round separately, which is why fusion is off.
+# an fma rounds once, as the formula does. The last product and sum must round separately, so fusion is off.
 
 #: rows of a tile of 128 columns, and its warps
 MERGE_ROWS, MERGE_WARPS = 32, 4
 
 
 @triton.jit
-def merge_kernel(  # type: ignore[no-untyped-def]
-    w, a, b, y, N, K, R, scaling, ROWS: tl.constexpr, HARDWARE: tl.constexpr
-):
+def merge_kernel(w, a, b, y, N, K, R, scaling, ROWS: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """W and y are [N, K], A [R, K] and B transposed, [R, N]."""
     G = tl.cdiv(K, 128)
     n = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from jetrl_patch.errors import explain
 
-# ---- Constants that trainer and rollout share: the FP8 format, the block size and the two scale formats
-# Source: Jet-RL (arXiv 2601.14243, section 4) for the granularity; DeepSeek-V3 (arXiv 2412.19437, section 3.3)
-# for the blocks and the name ``weight_scale_inv``.
+# ---- The FP8 format, the block size and the two scale formats ------------------------------------
+# Source: Jet-RL (arXiv 2601.14243, section 4) for the granularity; DeepSeek-V3 (arXiv 2412.19437, section 3.3) for the blocks and
+# the name ``weight_scale_inv``.
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-#: Lower bound of an amax. 1e-4, used elsewhere, would flush small gradients to zero. The scale is amax / 448,
-#: because its reciprocal 448 / amax overflows for a tiny amax.
+#: lower bound of an amax. 1e-4, used elsewhere, would flush small gradients to zero. The scale is amax / 448, because its
+#: reciprocal 448 / amax overflows for a tiny amax
 AMAX_FLOOR = 1e-10
 
 ScaleFormat = Literal["pow2", "fp32"]
 
 
 def groups(size: int) -> int:
-    """The number of 128-element groups that cover ``size`` elements; the last one may be partial."""
+    """The number of groups of 128 that cover ``size`` elements. The last one may be partial."""
     return -(-size // BLOCK)
 
 
@@ -35,11 +35,9 @@ def split_width(K: int, splits: int) -> int:
     return K // splits
 
 
-# ---- Operand checks shared by all backends: a kernel computes addresses from sizes, so a wrong size would read other memory
+# ---- Checks of operands: a kernel computes addresses from sizes, so a wrong size would read other memory
 
-def check_fprop(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False
-) -> None:
+def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False) -> None:
     """Require e4m3 X [M, K] with FP32 scales [M, G] and W [N, K] with [N, G] on one device, and BF16 or FP32 output.
 
     With ``blocks`` the scales of W are [ceil(N/128), G].
@@ -54,22 +52,14 @@ def check_fprop(
         if q.dim() != 2 or s.shape != (-(-q.shape[0] // rows), groups(q.shape[1])):
             per = "row" if rows == 1 else f"{rows} rows"
             raise ValueError(f"{name}: {list(q.shape)} needs one scale per {per} and 128 columns, found {list(s.shape)}")
+    what = "an FP8 linear layer"
     if q_MK.shape[1] != w_NK.shape[1]:
-        raise ValueError(
-            explain(
-                "an FP8 linear layer",
-                required=f"inputs of width {w_NK.shape[1]}, as its weight",
-                found=f"width {q_MK.shape[1]}",
-                fix="check the caller; if weights are sharded, check that this one is gathered",
-            )
-        )
+        required, found = f"inputs of width {w_NK.shape[1]}, as its weight", f"width {q_MK.shape[1]}"
+        fix = "check the caller; if weights are sharded, check that this one is gathered"
+        raise ValueError(explain(what, required=required, found=found, fix=fix))
     devices = {str(t.device) for t in (q_MK, s_MG, w_NK, sw)}
     if len(devices) > 1:
-        raise ValueError(
-            explain(
-                "an FP8 linear layer", required="input, weight and their scales on one device",
-                found=", ".join(sorted(devices)), fix="move the model and its inputs to one device",
-            )
-        )  # fmt: skip
+        required, found = "input, weight and their scales on one device", ", ".join(sorted(devices))
+        raise ValueError(explain(what, required=required, found=found, fix="move the model and its inputs to one device"))
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"output dtype: expected torch.bfloat16 or torch.float32, found {out_dtype}")

@@ -15,17 +15,16 @@ from jetrl_patch.kernels.gemm_common import (
     FEW_ROWS,
     PINNED,
     Tile,
-    check_device,
     check_operand,
-    check_output,
     converted,
     descriptor,
     few_rows,
     few_tile_for,
+    new_output,
     place,
     programs,
+    scaled_in_blocks,
     tile_for,
-    weight_scales,
 )
 
 # ---- FProp on Hopper: Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc))
@@ -49,7 +48,7 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS x 128 and COLUMNS x 128.
 
-    With BLOCKS, ``sw`` holds one scale per 128 rows of W, so a tile reads one scalar per block of K. Scales per row need a load
+    With BLOCKS, ``sw`` holds one scale per 128 rows of W, so a tile reads one scalar per block of K. Scales per row take a load
     and a product for every column. The products are the same numbers.
     """
     rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -80,36 +79,23 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
 
 
 def fprop(
-    q_MK: Tensor,
-    s_MG: Tensor,
-    w_NK: Tensor,
-    s_NG: Tensor | None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    splits: int = 1,
-    s_blocks: Tensor | None = None,
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
 ) -> Tensor:
     """Y [M, N] in BF16 or FP32, as ``backends.quantize.fprop``. Scales may have any strides.
 
     Args:
-        s_NG: scales of W per row. Not read if ``s_blocks`` is given; then it may be None.
-        s_blocks: scales of W per block [ceil(N / 128), G], if every 128 rows share one. Same bits, fewer instructions.
-
-    Raises:
-        TypeError, ValueError: the operands do not match, or a split cuts a block.
-        ConfigError: the device is not a CUDA device.
+        sw: scales of W per row [N, G], or per block [ceil(N / 128), G]: the same bits with fewer instructions.
     """
-    check_output(out_dtype)
     (M, K), N = q_MK.shape, w_NK.shape[0]
     if w_NK.shape[1] != K:
         raise ValueError(f"X {list(q_MK.shape)} and W {list(w_NK.shape)} differ in K")
     check_operand("X", q_MK, s_MG, (M, groups(K)))
     split_width(K, splits)  # raises if that cuts a block
-    sw = weight_scales(w_NK, s_NG, s_blocks)
-    check_device(q_MK, s_MG, w_NK, sw)
-    y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
+    blocks = scaled_in_blocks(w_NK, sw)
+    y = new_output((M, N), out_dtype, q_MK, s_MG, w_NK, sw)
     if y.numel():
         tile = few_tile_for(N) if splits == 1 and few_rows() >= M else tile_for(N)
-        launch(q_MK, s_MG, w_NK, sw, y, tile, s_blocks is not None, splits)
+        launch(q_MK, s_MG, w_NK, sw, y, tile, blocks, splits)
     return y
 
 
@@ -131,18 +117,18 @@ def launch(
 #
 # The bytes equal those of ``quantize_rows``, and the product is that of ``fprop`` for few rows: the same ``wgmma`` (with fewer
 # columns if scales are per row and N is large), K ascending in blocks of 128, one scale product and one ``fma`` per block. So a
-# row has the bits of the two separate launches. Every program quantizes the rows again, which pays off only for few rows
-# (``FEW_TOKENS``).
+# row has the bits of the two separate launches. Every program quantizes all rows, which pays off only for few (``FEW_TOKENS``).
 
 #: rows of a tile, and the maximum that this kernel accepts
 ROWS = FEW_ROWS
-#: maximum number of rows for which it replaces the two launches. Every program reads X in BF16 from the L2 cache. At 64 rows X
-#: has one to two times the bytes of the program's weights and costs more than a launch; at 32, half (computed, not measured)
+#: maximum number of rows for which it replaces the two launches. Every program reads X in BF16 from the L2 cache. At 64 rows, X
+#: has one to two times the bytes of the program's weights and costs more than a launch; at 32, half of that (computed, not
+#: measured)
 FEW_TOKENS = 32
 #: columns of a tile -> pipeline stages, programs per SM. A stage also holds 16 KiB of X in BF16
 PIPELINE = {128: (4, 1), 64: (4, 2), 32: (5, 2)}
-#: tiles for scales per row and per block. The widest needs scales per block: with 128 scales per row, the rows to quantize and
-#: the sum, a thread would run out of registers
+#: tiles for scales per row and per block. The widest needs scales per block: with 128 scales per row, the rows to quantize
+#: and the sum, a thread would run out of registers
 TILES = (FEW_TILES[1:], FEW_TILES)
 
 
@@ -177,41 +163,29 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 
 def fprop_few(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    s_NG: Tensor | None,
-    scale_format: ScaleFormat,
-    out_dtype: torch.dtype = torch.bfloat16,
-    s_blocks: Tensor | None = None,
+    x_MK: Tensor, w_NK: Tensor, sw: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """``fprop(*quantize_rows(x), w, s)`` for at most 64 rows, bit for bit. Scales may have any strides.
+    """``fprop(*quantize_rows(x), w, sw)`` for at most 64 rows, bit for bit. Scales may have any strides.
 
     Args:
         x_MK: BF16 with contiguous rows; any row stride.
-        s_NG, s_blocks: as for ``fprop``.
-
-    Raises:
-        TypeError, ValueError: the operands do not match, or there are too many rows.
-        ConfigError: the device is not a CUDA device.
     """
     check_input("x", x_MK)
-    check_output(out_dtype)
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if M > ROWS:
         raise ValueError(explain("FProp in one launch", required=f"at most {ROWS} rows", found=M, fix="use quantize_rows"))
     if w_NK.shape[1] != K:
         raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
-    sw = weight_scales(w_NK, s_NG, s_blocks)
-    check_device(x_MK, w_NK, sw)
-    y = torch.empty(M, N, dtype=out_dtype, device=x_MK.device)
+    blocks = scaled_in_blocks(w_NK, sw)
+    y = new_output((M, N), out_dtype, x_MK, w_NK, sw)
     if y.numel() == 0:
         return y
-    tile = few_tile_for(N, TILES[s_blocks is not None])
+    tile = few_tile_for(N, TILES[blocks])
     stages, per_sm = PIPELINE[tile.columns]
     grid = programs(x_MK.device, -(-N // tile.columns), per_sm)
     decode_kernel[grid](
         x_MK, descriptor(w_NK, tile.columns), sw, y, M, N, K, x_MK.stride(0), *sw.stride(), grid[0],
-        BLOCKS=s_blocks is not None, ROWS=ROWS, COLUMNS=tile.columns, STAGES=stages, num_warps=tile.warps, num_stages=stages,
+        BLOCKS=blocks, ROWS=ROWS, COLUMNS=tile.columns, STAGES=stages, num_warps=tile.warps, num_stages=stages,
         **options(x_MK, scale_format),
     )  # fmt: skip
     return y

@@ -17,9 +17,9 @@ from jetrl_patch.kernels.gemm_common import (
     WIDE,
     check_device,
     check_operand,
-    check_output,
     converted,
     descriptor,
+    new_output,
     place,
     programs,
 )
@@ -52,7 +52,7 @@ def transpose_kernel(w, transposed, N, K, w_n, pitch):  # type: ignore[no-untype
 
 
 def transposed(w_NK: Tensor) -> Tensor:
-    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA needs. Of a stack [S, N, K], that of each matrix."""
+    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA needs. For a stack [S, N, K], that of each matrix."""
     if w_NK.stride(-1) != 1 or w_NK.dim() > 2:
         w_NK = w_NK.contiguous()
     *stack, N, K = w_NK.shape
@@ -65,30 +65,20 @@ def transposed(w_NK: Tensor) -> Tensor:
 
 
 def dgrad(
-    g_MN: Tensor,
-    s_MG: Tensor,
-    w_NK: Tensor,
-    s_blocks: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
+    g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16,
     w_KN: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """dX [M, K] in BF16 or FP32 from quantized operands; ``backends.quantize.dgrad`` is the reference.
 
     Args:
         w_KN: ``transposed(w_NK)``, if it exists already.
-
-    Raises:
-        TypeError, ValueError: the operands do not match.
-        ConfigError: the device is not a CUDA device.
     """
-    check_output(out_dtype)
     (M, N), K = g_MN.shape, w_NK.shape[1]
     if w_NK.shape[0] != N:
         raise ValueError(f"dY {list(g_MN.shape)} and W {list(w_NK.shape)} differ in N")
     check_operand("dY", g_MN, s_MG, (M, groups(N)))
     check_operand("W", w_NK, s_blocks, (groups(N), groups(K)))
-    check_device(g_MN, s_MG, w_NK, s_blocks)
-    dx = torch.empty(M, K, dtype=out_dtype, device=g_MN.device)
+    dx = new_output((M, K), out_dtype, g_MN, s_MG, w_NK, s_blocks)
     if dx.numel():
         launch(g_MN, s_MG, transposed(w_NK) if w_KN is None else w_KN, s_blocks.t(), dx, TILE, blocks=True)
     return dx
@@ -131,40 +121,30 @@ def wgrad_kernel(  # type: ignore[no-untyped-def]
 
 
 def wgrad(
-    g_NM: Tensor,
-    sg: Tensor,
-    x_KM: Tensor,
-    sx: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    add_to: Tensor | None = None,
+    g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype = torch.bfloat16, add_to: Tensor | None = None
 ) -> Tensor:
     """dW [N, K] in BF16 or FP32 from transposed operands; ``backends.quantize.wgrad`` is the reference.
 
     Args:
         g_NM: e4m3 [N, M] with scales ``sg`` [ceil(M/128), N].
         x_KM: e4m3 [K, M] with scales ``sx`` [ceil(M/128), K].
-        out_dtype: dtype of a new result.
         add_to: a contiguous FP32 main gradient [N, K], which is updated in place and returned.
-
-    Raises:
-        TypeError, ValueError: the operands do not match.
-        ConfigError: the device is not a CUDA device.
     """
-    check_output(out_dtype)
     (N, M), K = g_NM.shape, x_KM.shape[0]
     if x_KM.shape[1] != M:
         raise ValueError(f"dY^T {list(g_NM.shape)} and X^T {list(x_KM.shape)} differ in the number of tokens")
     check_operand("dY^T", g_NM, sg.t(), (N, groups(M)))
     check_operand("X^T", x_KM, sx.t(), (K, groups(M)))
-    check_device(g_NM, sg, x_KM, sx)
-    if add_to is not None:
+    if add_to is None:
+        dw = new_output((N, K), out_dtype, g_NM, sg, x_KM, sx)
+    else:
+        check_device(add_to, g_NM, sg, x_KM, sx)
         if add_to.dtype != torch.float32 or add_to.shape != (N, K) or not add_to.is_contiguous():
             raise ValueError(
                 f"a main gradient must be torch.float32, [{N}, {K}] and contiguous, found {add_to.dtype}, "
                 f"{list(add_to.shape)}, strides {list(add_to.stride())}"
             )
-        check_device(add_to, g_NM)
-    dw = torch.empty(N, K, dtype=out_dtype, device=g_NM.device) if add_to is None else add_to
+        dw = add_to
     if dw.numel() == 0 or M == 0:
         return dw if add_to is not None else dw.zero_()
     grid = programs(g_NM.device, -(-N // SIDE) * -(-K // SIDE), 1)

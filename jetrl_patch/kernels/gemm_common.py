@@ -1,4 +1,8 @@
-"""Shared by the GEMM kernels: tile sizes and order, rounding, TMA descriptors, and checks of the operands."""
+"""Shared by the GEMM kernels: tile sizes and order, rounding, TMA descriptors, and checks of the operands.
+
+Every function that launches a product raises TypeError or ValueError if its operands do not match, and ConfigError for a device
+that is not a CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +34,22 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-#: Both tiles have at least the 64 rows that FP8 ``wgmma`` needs (16 or 32 rows would become FP16 ``mma.sync``). For a layer with
-#: few output features, the narrow tile doubles the number of programs, which a decode step needs
+#: Both tiles have at least the 64 rows that FP8 ``wgmma`` needs (16 or 32 rows would become FP16 ``mma.sync``). The narrow one is
+#: for layers with few output features: it doubles the number of programs, which a decode step needs
 NARROW = Tile(rows=128, columns=64, warps=4, stages=4, per_sm=2)
 WIDE = Tile(rows=128, columns=128, warps=8, stages=4, per_sm=1)
 WIDE_FROM = 8192
 
 
 def tile_for(columns: int) -> Tile:
-    """The tile of a product with this many output columns and more than ``few_rows()`` rows."""
+    """The tile for this many output columns and more than ``few_rows()`` rows."""
     return WIDE if columns >= WIDE_FROM else NARROW
 
 
-#: the tiles for up to 64 rows, the widest first: one ``wgmma`` high, with many pipeline stages to load weights early
+#: the tiles for up to 64 rows, the widest first: one ``wgmma`` high, with many pipeline stages that load weights early
 FEW_ROWS = 64
 FEW = tuple(Tile(FEW_ROWS, columns, 4, stages, 2) for columns, stages in ((128, 4), (64, 6), (32, 8)))
-#: the largest M that uses them; 0 after a trial on this machine has found that their rows differ from those of the other tiles
+#: the largest M that uses them; 0 after a trial on this machine has found that their rows differ from those of other tiles
 _few_rows = FEW_ROWS
 #: number of programs that fill a Hopper GPU (132 SMs). A constant, so that N alone chooses the tile
 FILLED = 120
@@ -57,7 +61,7 @@ def few_rows() -> int:
 
 
 def give_up_few_rows() -> bool:
-    """From now on every product of this process uses ``tile_for``. Returns whether this is a change."""
+    """Use ``tile_for`` for every product of this process from now on. Returns whether this is a change."""
     global _few_rows
     had, _few_rows = _few_rows > 0, 0
     return had
@@ -67,15 +71,15 @@ def few_tile_for(columns: int, tiles: tuple[Tile, ...] = FEW) -> Tile:
     """The tile for few rows and this many output columns: the widest that still gives enough programs, else the narrowest.
 
     Its width may differ from that of ``tile_for``. The sum of a block of 128 is the same: four ``wgmma`` of k = 32 in the same
-    order, the same promotion, the same order of K. Only the instruction has another number of columns, and an element's dot
-    product does not involve other columns. A trial on the machine checks it, as for fused weights (``row_equality``).
+    order, the same promotion, the same order of K. Only the instruction has another number of columns, and a dot product does not
+    involve other columns. A trial on the machine checks this, as for fused weights (``row_equality``).
     """
     return next((tile for tile in tiles if -(-columns // tile.columns) >= FILLED), tiles[-1])
 
 
 @triton.jit
 def place(tile, rows, columns, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Map a tile's number to (row, column), in bands of HEIGHT rows, so that programs that run together share operands."""
+    """Map a tile's number to (row, column), in bands of HEIGHT rows: programs that run together share operands."""
     band = HEIGHT * columns
     first = (tile // band) * HEIGHT
     height = tl.minimum(rows - first, HEIGHT)
@@ -84,9 +88,9 @@ def place(tile, rows, columns, HEIGHT: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def rounded(x):  # type: ignore[no-untyped-def]
-    """Round FP32 to the nearest BF16, ties to even; a NaN stays a (quiet) NaN.
+    """Round FP32 to the nearest BF16, ties to even. A NaN stays a (quiet) NaN.
 
-    Uses bits, because the interpreter's conversion truncates and mishandles subnormals.
+    Uses bits, because the interpreter's conversion truncates and is wrong for subnormals.
     """
     bits = x.to(tl.uint32, bitcast=True)
     nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
@@ -103,9 +107,9 @@ def converted(x, like):  # type: ignore[no-untyped-def]
 
 
 def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
-    """A TMA descriptor of a row-major e4m3 matrix, which is read in boxes of [rows, columns]. Elements outside read as 0.
+    """A TMA descriptor of a row-major e4m3 matrix, read in boxes of [rows, columns]. Elements outside read as 0.
 
-    If the rows do not start at multiples of 16 bytes, the matrix is first copied to a padded one.
+    Copies a matrix whose rows do not start at multiples of 16 bytes.
     """
     height, width = q.shape
     pitch = -(-width // ALIGN) * ALIGN
@@ -122,7 +126,7 @@ def box(rows: int, columns: int = BLOCK) -> str:
 
 
 def programs(device: torch.device, tiles: int, per_sm: int) -> tuple[int]:
-    """The grid: as many persistent programs as run at the same time. Each computes every n-th tile, n being their number."""
+    """The grid: as many persistent programs as run at the same time. Each of n programs computes every n-th tile."""
     return (min(tiles, per_sm * _multiprocessors(device)),)
 
 
@@ -148,26 +152,25 @@ def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int])
         raise ValueError(f"{name}: the matrix is on {q.device}, its scales on {s.device}")
 
 
-def weight_scales(w_NK: Tensor, s_NG: Tensor | None, s_blocks: Tensor | None) -> Tensor:
-    """The scales of W that a product reads: those per block if given, else those per row. Checks both.
+def scaled_in_blocks(w_NK: Tensor, sw: Tensor) -> bool:
+    """Whether the scales of W are per block, [ceil(N / 128), G], not per row, [N, G]. Checks them as ``check_operand`` does."""
+    N, K = w_NK.shape
+    blocks = sw.shape[0] == groups(N) != N
+    check_operand("W", w_NK, sw, (groups(N) if blocks else N, groups(K)))
+    return blocks
+
+
+def new_output(shape: tuple[int, ...], out_dtype: torch.dtype, *operands: Tensor) -> Tensor:
+    """Allocate a result on the operands' device.
 
     Raises:
-        TypeError, ValueError: as ``check_operand``, or both are None.
+        TypeError: the kernels cannot write this dtype.
+        ValueError, ConfigError: as ``check_device``.
     """
-    N, K = w_NK.shape
-    for s, rows in ((s_NG, N), (s_blocks, groups(N))):
-        if s is not None:
-            check_operand("W", w_NK, s, (rows, groups(K)))
-    sw = s_NG if s_blocks is None else s_blocks
-    if sw is None:
-        raise ValueError("W: expected its scales per row or per block, found neither")
-    return sw
-
-
-def check_output(out_dtype: torch.dtype) -> None:
-    """Raise TypeError for an output dtype that the kernels cannot write."""
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"the output dtype must be torch.bfloat16 or torch.float32, found {out_dtype}")
+    check_device(*operands)
+    return torch.empty(shape, dtype=out_dtype, device=operands[0].device)
 
 
 def check_device(*tensors: Tensor) -> None:
@@ -191,8 +194,8 @@ def check_device(*tensors: Tensor) -> None:
         raise ConfigError(explain("the Triton kernels", required="a CUDA device", found=device, fix=fix))
 
 
-# ---- Convert per-row weight scales [N, G] to the block scales [ceil(N / 128), G] that DeepGEMM reads, in one launch
-# If the rows of a block differ in scale, the block gets NaN. So the error shows in the result, and the host need not wait for the
+# ---- Block scales [ceil(N / 128), G] from the per-row scales [N, G] of a weight, in one launch ----
+# If the rows of a block differ in scale, the block gets NaN. The error shows in the result, and the host need not wait for the
 # GPU.
 
 #: groups per program
@@ -213,12 +216,7 @@ def block_scales_kernel(s, out, N, G, s_n, s_g, WIDTH: tl.constexpr):  # type: i
 
 
 def block_scales(s_NG: Tensor) -> Tensor:
-    """FP32 [ceil(N / 128), G] from FP32 [N, G] with any strides; NaN if the rows of a block differ.
-
-    Raises:
-        TypeError: the scales are not FP32.
-        ValueError, ConfigError: as ``check_device``.
-    """
+    """FP32 [ceil(N / 128), G] from FP32 [N, G] with any strides; NaN if the rows of a block differ."""
     if s_NG.dtype != torch.float32:
         raise TypeError(f"scales must be torch.float32, found {s_NG.dtype}")
     check_device(s_NG)

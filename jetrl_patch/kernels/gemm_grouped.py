@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.common import as_fp8, bf16_value, decode, options, store_tokens, widened
+from jetrl_patch.kernels.common import bf16_value, decode, options, store_tokens, widened
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_backward import SIDE, STAGES, WGRAD_WARPS, transposed
 from jetrl_patch.kernels.gemm_common import (
@@ -25,9 +25,9 @@ from jetrl_patch.kernels.gemm_common import (
     Tile,
     check_device,
     check_operand,
-    check_output,
     converted,
     descriptor,
+    new_output,
     place,
     programs,
 )
@@ -51,8 +51,8 @@ __all__ = [
 #
 # A row of X is a position of the ``Plan``, or the token at that position, which the kernel looks up without copying a row. A
 # position's sum is that of ``gemm.fprop`` for the same row: the same instruction, K ascending in blocks of 128, one ``fma`` per
-# block with sX * sW. Every number of tokens uses the same tile, so a row's bits depend only on its own bytes and its expert, not
-# on the number of tokens of that expert or the row's position among them.
+# block with sX * sW. All batches use the same tile, so a row's bits depend only on its own bytes and its expert, not on the
+# number of tokens of that expert or the row's position among them.
 
 TILE = Tile(rows=ROWS, columns=128, warps=4, stages=4, per_sm=2)
 #: rows of tiles per band; see ``place``
@@ -65,8 +65,9 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, BESIDE: tl.constexpr, SUMMED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``w_SNK`` is a TMA descriptor of [S * N, K] with boxes of COLUMNS x 128. If a box reaches into the next matrix, those
-    columns are not stored. TOKENS: a row of x is a token, not a position.
+    """``w_SNK`` is a TMA descriptor of [S * N, K] with boxes of COLUMNS x 128. TOKENS: a row of x is a token, not a position.
+
+    If a box reaches into the next matrix, those columns are not stored.
     """
     G = tl.cdiv(K, 128)
     wide = tl.cdiv(N, COLUMNS)
@@ -116,14 +117,9 @@ def grouped(
         q_RK: e4m3 with contiguous rows, [T, K] or [P, K]; [P, summed * K] for a sum of products.
         s_RG: its scales in groups of 128 columns of K, with any strides if ``summed`` is 1.
         w_SNK: contiguous rows. s_SBG: scales per block, with any strides.
-        tokens: rows of X are tokens, not positions.
+        tokens: whether rows of X are tokens, not positions.
         summed: number of matrices per expert whose products are added.
-
-    Raises:
-        TypeError, ValueError: the operands do not match.
-        ConfigError: the device is not a CUDA device.
     """
-    check_output(out_dtype)
     S, N, K = w_SNK.shape
     P, E = plan.order.shape[0], plan.experts
     rows = plan.ids.shape[0] if tokens else P
@@ -137,23 +133,21 @@ def grouped(
             f"W: expected {FP8} {[S, N, K]} with FP32 scales {[S, groups(N), groups(K)]}, found {w_SNK.dtype} with "
             f"{s_SBG.dtype} {list(s_SBG.shape)}"
         )
-    check_device(q_RK, s_RG, w_SNK, s_SBG, plan.order)
     beside = S // (E * summed)
-    y = torch.empty(P, beside * N, dtype=out_dtype, device=q_RK.device)
+    y = new_output((P, beside * N), out_dtype, q_RK, s_RG, w_SNK, s_SBG, plan.order)
     if y.numel():
-        tile = TILE
-        grid = programs(q_RK.device, plan.tiles.entries.shape[0] * beside * -(-N // tile.columns), tile.per_sm)
+        grid = programs(q_RK.device, plan.tiles.entries.shape[0] * beside * -(-N // TILE.columns), TILE.per_sm)
         grouped_kernel[grid](
-            q_RK, descriptor(w_SNK.flatten(0, 1), tile.columns), s_RG, s_SBG, y, plan.order, plan.tiles.entries,
-            plan.tiles.first, E, N, K, plan.ids.shape[1], q_RK.stride(0), *s_RG.stride(), *s_SBG.stride(), grid[0],
-            TOKENS=tokens, BESIDE=beside, SUMMED=summed, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
-            HEIGHT=HEIGHT, num_warps=tile.warps, num_stages=tile.stages, **PINNED,
+            q_RK, descriptor(w_SNK.flatten(0, 1), TILE.columns), s_RG, s_SBG, y, plan.order, *plan.tiles, E, N, K,
+            plan.ids.shape[1], q_RK.stride(0), *s_RG.stride(), *s_SBG.stride(), grid[0],
+            TOKENS=tokens, BESIDE=beside, SUMMED=summed, ROWS=TILE.rows, COLUMNS=TILE.columns, STAGES=TILE.stages,
+            HEIGHT=HEIGHT, num_warps=TILE.warps, num_stages=TILE.stages, **PINNED,
         )  # fmt: skip
     return y
 
 
 def block_view(s_SNG: Tensor) -> Tensor:
-    """The scales per block [S, ceil(N / 128), G] among scales per row [S, N, G] of whole matrices: a view."""
+    """A view of the scales per block [S, ceil(N / 128), G] in scales per row [S, N, G] of whole matrices."""
     return s_SNG[:, ::BLOCK]
 
 
@@ -165,13 +159,13 @@ def block_view(s_SNG: Tensor) -> Tensor:
 # kernels write the operands, from values or from saved FP8 bytes, with the tokens contiguous as ``wgmma`` needs. An expert's sum
 # is that of ``gemm_backward.wgrad`` over its own tokens, and zero if it has none.
 
-#: columns of a tile of 128 tokens. It divides 128, so that each row of a saved tile has one scale
+#: columns of a tile of 128 tokens. A divisor of 128, so each row of a saved tile has one scale
 SAVED_COLUMNS = 64
 
 
 @triton.jit
 def own_tokens(groups, group):  # type: ignore[no-untyped-def]
-    """Positions of the 128 tokens of a group, and which of them exist."""
+    """The positions of the 128 tokens of a group, and which of them exist."""
     p = tl.load(groups + group * 3 + 1) + tl.arange(0, 128)
     return p, p < tl.load(groups + group * 3 + 2)
 
@@ -258,17 +252,17 @@ def _new(x: Tensor, plan: Plan) -> tuple[Tensor, Tensor, tuple[int]]:
 
 
 def group_tokens(x_RW: Tensor, plan: Plan, scale_format: ScaleFormat, weights_Tk: Tensor | None = None) -> Operand:
-    """dY^T of BF16 rows: one per position or, with ``weights_Tk`` (FP32, contiguous), one per token, multiplied by the weight."""
+    """dY^T of BF16 rows: one per position, or with ``weights_Tk`` (FP32, contiguous) one per token, times its weight."""
     check_device(x_RW, plan.order)
     fixed, (q, s, grid) = options(x_RW, scale_format), _new(x_RW, plan)
     tokens = weights_Tk is not None
     if q.numel():
         group_tokens_kernel[grid](
-            x_RW, weights_Tk if tokens else s, plan.order, plan.groups.entries, plan.groups.first, q, s, plan.experts,
+            x_RW, weights_Tk if tokens else s, plan.order, *plan.groups, q, s, plan.experts,
             x_RW.shape[1], plan.ids.shape[1], x_RW.stride(0), q.stride(0),
             TOKENS=tokens, COLUMNS=SAVED_COLUMNS, num_warps=4, **fixed,
         )  # fmt: skip
-    return as_fp8(q), s
+    return q.view(FP8), s
 
 
 def regroup(q_RW: Tensor, s_RG: Tensor, plan: Plan, scale_format: ScaleFormat, tokens: bool) -> Operand:
@@ -277,28 +271,21 @@ def regroup(q_RW: Tensor, s_RG: Tensor, plan: Plan, scale_format: ScaleFormat, t
     fixed, (q, s, grid) = options(q_RW, scale_format), _new(q_RW, plan)
     if q.numel():
         regroup_kernel[grid](
-            q_RW.view(torch.uint8), s_RG, plan.order, plan.groups.entries, plan.groups.first, q, s, plan.experts, q_RW.shape[1],
-            plan.ids.shape[1], q_RW.stride(0), *s_RG.stride(), q.stride(0),
+            q_RW.view(torch.uint8), s_RG, plan.order, *plan.groups, q, s, plan.experts,
+            q_RW.shape[1], plan.ids.shape[1], q_RW.stride(0), *s_RG.stride(), q.stride(0),
             TOKENS=tokens, COLUMNS=SAVED_COLUMNS, num_warps=4, **fixed,
         )  # fmt: skip
-    return as_fp8(q), s
+    return q.view(FP8), s
 
 
 def grouped_wgrad(g: Operand, x: Operand, plan: Plan, out_dtype: torch.dtype) -> Tensor:
-    """dW [E, N, K] in BF16 or FP32 from the operands of ``group_tokens`` and ``regroup``.
-
-    Raises:
-        TypeError, ValueError: the operands do not match.
-        ConfigError: the device is not a CUDA device.
-    """
-    check_output(out_dtype)
+    """dW [E, N, K] in BF16 or FP32 from the operands of ``group_tokens`` and ``regroup``."""
     (g_NM, sg), (x_KM, sx) = g, x
     N, K, bound = g_NM.shape[0], x_KM.shape[0], plan.groups.entries.shape[0]
     for name, q, s in (("dY^T", g_NM, sg), ("X^T", x_KM, sx)):
         if q.dtype != FP8 or q.shape[1] != bound * BLOCK or s.shape != (bound, q.shape[0]) or not s.is_contiguous():
             raise ValueError(f"{name}: expected {bound} groups of this plan, found {list(q.shape)} with {list(s.shape)}")
-    check_device(g_NM, sg, x_KM, sx, plan.order)
-    dw = torch.empty(plan.experts, N, K, dtype=out_dtype, device=g_NM.device)
+    dw = new_output((plan.experts, N, K), out_dtype, g_NM, sg, x_KM, sx, plan.order)
     if bound == 0:
         return dw.zero_()
     grid = programs(g_NM.device, plan.experts * -(-N // SIDE) * -(-K // SIDE), 1)

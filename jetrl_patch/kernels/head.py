@@ -8,11 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.kernels.common import widened
-from jetrl_patch.kernels.gemm_common import PINNED, check_device, check_output, converted, place
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, new_output, place
 
 # ---- Batch-invariant BF16 GEMM: Y [M, N] = X [M, K] W [N, K]^T, for ``lm_head`` and for linears that stay in BF16
-# Sums are FP32, with K ascending in one program. All M and N use the same tile, so decode and training run the same
-# instructions.
+# Sums are FP32, with K ascending in one program. All M and N use the same tile, so decode and training run the same instructions.
 
 #: rows and columns of a tile, its step along K, warps, pipeline stages, and tiles per band (see ``place``)
 ROWS, COLUMNS, STEP, WARPS, STAGES, HEIGHT = 128, 128, 64, 8, 3, 8
@@ -23,7 +22,7 @@ def bf16_gemm_kernel(  # type: ignore[no-untyped-def]
     x, w, y, M, N, K, x_m, w_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Rows past M or N read as the last row and are not stored. Columns past K read as 0."""
+    """Rows past M or N repeat the last row and are not stored. Columns past K read as 0."""
     row, column = place(tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS), HEIGHT)
     m = row * ROWS + tl.arange(0, ROWS)
     n = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -42,16 +41,14 @@ def bf16_gemm_kernel(  # type: ignore[no-untyped-def]
 
 def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Y [M, N] in FP32, or rounded once to BF16. Operands are BF16 with any row stride."""
-    check_output(out_dtype)
     for name, t in (("X", x_MK), ("W", w_NK)):
         if t.dtype != torch.bfloat16 or t.dim() != 2:
             raise TypeError(f"{name}: expected a torch.bfloat16 matrix, found {t.dtype} {list(t.shape)}")
     if x_MK.shape[1] != w_NK.shape[1]:
         raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
-    check_device(x_MK, w_NK)
     x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
     (M, K), N = x_MK.shape, w_NK.shape[0]
-    y = torch.empty(M, N, dtype=out_dtype, device=x_MK.device)
+    y = new_output((M, N), out_dtype, x_MK, w_NK)
     if y.numel():
         bf16_gemm_kernel[(-(-M // ROWS) * -(-N // COLUMNS),)](
             x_MK, w_NK, y, M, N, K, x_MK.stride(0), w_NK.stride(0),
@@ -60,12 +57,12 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     return y
 
 
-# ---- The gradient of log-probs in one launch, which reads the logits once and writes their gradient once, in their dtype
+# ---- The gradient of log-probs in one launch: reads the logits once and writes their gradient once, in their dtype
 #     p = exp((x - top) / T + log p(top))      dx = ((token is the label) - p) * dy / T      top: the row's largest logit
 #
-# The forward pass keeps ``top`` and its log-prob, so that no row is summed again. Relative to the largest logit, every exponent
-# is at most 0, and every p that matters is computed from small numbers. The same formula in torch's operations holds about four
-# FP32 copies of a block of logits.
+# The forward pass keeps ``top`` and its log-prob, so no row is summed again. Relative to the largest logit, every exponent is at
+# most 0, so every p that matters is computed from small numbers. In torch's operations, the same formula holds about four FP32
+# copies of a block of logits.
 
 #: columns and warps of a tile of one row
 LOGPROB_COLUMNS, LOGPROB_WARPS = 2048, 4
@@ -77,7 +74,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def log_prob_backward_kernel(  # type: ignore[no-untyped-def]
     x, labels, dy, top, top_log_prob, temperature, dx, V, x_m, dx_m, t_m, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """x may be dx, because a program writes only what it alone reads."""
+    """x may be dx, because only one program reads what it writes."""
     tiles = tl.cdiv(V, COLUMNS)
     m = (tl.program_id(0) // tiles).to(tl.int64)
     v = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)

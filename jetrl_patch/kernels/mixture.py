@@ -1,4 +1,4 @@
-"""A mixture of experts without the experts' products: the router, the pairs of token and expert, and the weighted sum."""
+"""A mixture of experts without the experts' products: the router, the sorted pairs of token and expert, the weighted sum."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from jetrl_patch.kernels.common import bf16_value, decode, load_tile, widened
 from jetrl_patch.kernels.formats import BLOCK
-from jetrl_patch.kernels.gemm_common import PINNED, check_device, check_output, converted
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, new_output
 from jetrl_patch.kernels.silu import silu_mul_gradients
 
-# ---- Sort the pairs of token and expert by expert, on the device: the host reads no count back and need not wait
+# ---- Sort the pairs of token and expert by expert, on the device: the host reads no count back ----
 #     ids [T, k]  ->  order [P], place [P], offsets [E + 1], and tables of tiles and groups        P = T * k pairs
 #
 # Pair t * k + j is token t's j-th expert. Pairs are sorted by expert, then by token: pair ``order[p]`` has position p, and pair i
@@ -25,7 +25,7 @@ from jetrl_patch.kernels.silu import silu_mul_gradients
 #
 # A pair whose expert index is out of range gets no position, and ``combine`` makes its token NaN.
 
-#: rows of a product's tile: the fewest that FP8 ``wgmma`` has, because a decode step gives each expert few tokens
+#: rows of a product's tile: the fewest of FP8 ``wgmma``, because a decode step gives each expert few tokens
 ROWS = 64
 #: pairs that a program reads at once, and its warps
 STEP, WARPS = 1024, 4
@@ -35,7 +35,7 @@ class Table(NamedTuple):
     """Ranges of positions, each of one expert.
 
     Attributes:
-        entries: [bound, 3], an entry per range: expert, first position, end.
+        entries: [bound, 3], one per range: expert, first position, end.
         first: [E + 1], the first entry of each expert, then the number of entries.
     """
 
@@ -65,12 +65,12 @@ class Plan(NamedTuple):
         return self.offsets.shape[0] - 1
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, as ``of`` takes them."""
+        """All tensors, in the order of ``of``."""
         return (*self[:4], *self.tiles, *self.groups)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Plan:
-        """The plan with these tensors."""
+        """The plan of ``tensors``."""
         ids, order, place, offsets, *tables = tensors
         return cls(ids, order, place, offsets, Table(*tables[:2]), Table(*tables[2:]))
 
@@ -88,7 +88,7 @@ def count_kernel(ids, counts, P, STEP: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def fill_table(entries, first, expert, E, counts, offset, SIZE: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the entries of one expert, from the number of pairs of each expert."""
+    """Write the entries of one expert, from the number of pairs of every expert."""
     each = (counts + (SIZE - 1)) // SIZE
     index = tl.arange(0, EXPERTS)
     mine = tl.sum(tl.where(index == expert, each, 0), 0)
@@ -131,15 +131,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
 
 
 def plan(ids_Tk: Tensor, experts: int) -> Plan:
-    """Sort the pairs by expert, in two launches.
-
-    Args:
-        ids_Tk: indices of experts, int64 or int32.
-
-    Raises:
-        TypeError: the indices have another dtype.
-        ValueError, ConfigError: as ``check_device``.
-    """
+    """Sort the pairs by expert, in two launches. ``ids_Tk`` holds indices of experts, int64 or int32."""
     if ids_Tk.dtype not in (torch.int32, torch.int64) or ids_Tk.dim() != 2:
         raise TypeError(f"indices of experts: expected int32 or int64 [T, k], found {ids_Tk.dtype} {list(ids_Tk.shape)}")
     check_device(ids_Tk)
@@ -179,8 +171,9 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     out, weights, ids, place, y, E, k, H,
     COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """One token and COLUMNS columns. CHOSEN is a power of two, at least k. An index out of range makes the token NaN, except with
-    PART, where it is an expert of another rank.
+    """One token and COLUMNS columns. CHOSEN is a power of two, at least k.
+
+    An index out of range makes the token NaN. With PART, it is an expert of another rank and is skipped.
     """
     wide = tl.cdiv(H, COLUMNS)
     t = (tl.program_id(0) // wide).to(tl.int64)
@@ -208,28 +201,23 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(y + t * H + h, converted(total, y), mask=h < H)
 
 
-def combine(
-    out_PH: Tensor, plan: Plan, weights_Tk: Tensor | None, out_dtype: torch.dtype, part: bool = False
-) -> Tensor:
+def combine(out_PH: Tensor, plan: Plan, weights_Tk: Tensor | None, out_dtype: torch.dtype, part: bool = False) -> Tensor:
     """Y [T, H] in BF16, or the unrounded sum in FP32.
 
     Args:
         out_PH: FP32, a row per position.
         weights_Tk: FP32, contiguous. None adds the rows without weights.
-        part: skip pairs whose index is out of range. Otherwise such an index makes the token NaN.
+        part: skip pairs whose index is out of range, instead of making their token NaN.
     """
-    check_output(out_dtype)
     (T, k), H = plan.ids.shape, out_PH.shape[1]
     if out_PH.dtype != torch.float32 or not out_PH.is_contiguous() or out_PH.shape[0] != T * k:
         raise ValueError(f"expected contiguous torch.float32 [{T * k}, H], found {out_PH.dtype} {list(out_PH.shape)}")
-    check_device(out_PH, plan.ids)
-    y = torch.empty(T, H, dtype=out_dtype, device=out_PH.device)
+    y = new_output((T, H), out_dtype, out_PH, plan.ids)
     if y.numel():
         combine_kernel[(T * -(-H // COLUMNS),)](
             out_PH, out_PH if weights_Tk is None else weights_Tk, plan.ids, plan.place, y, plan.experts, k, H,
             COLUMNS=COLUMNS, CHOSEN=triton.next_power_of_2(k), WEIGHTED=weights_Tk is not None, PART=part,
-            num_warps=COMBINE_WARPS,
-            **PINNED,
+            num_warps=COMBINE_WARPS, **PINNED,
         )  # fmt: skip
     return y
 
@@ -282,7 +270,7 @@ def pair_backward(
 
 # ---- The router's choice of experts in one launch, as ``exact.route`` defines it -----------------
 # Each program takes one token, so rows are independent. Scores are computed in FP64 and rounded to FP32, as torch does it. Only
-# the order of the softmax's sum differs, which changes about one weight in 10^8. Scores are compared by bits that order as the
+# the order of the softmax's sum differs, which changes about one weight in 10^8. The choice compares bits that order as the
 # numbers do, with NaN above everything: k times the largest that is not yet chosen, the lowest index on a tie. A cumulative sum
 # puts the chosen experts in ascending order.
 
@@ -293,7 +281,7 @@ ROUTE_WARPS = 1
 
 @triton.jit
 def ordered(x):  # type: ignore[no-untyped-def]
-    """The bits of FP32 x as integers that order as the numbers do. Both zeros are equal, and NaN is the largest."""
+    """The bits of FP32 x as integers that order as the numbers do. Both zeros are equal. NaN is the largest."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
@@ -315,7 +303,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     logits, bias, weights, ids, E, k, x_t, size, kept, scale,
     RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """``kept`` of GROUPS groups of ``size`` experts are open; GROUPS is 1 if all are. WIDTH is a power of two, at least E."""
+    """``kept`` of GROUPS groups of ``size`` experts are open. GROUPS is 1 if all are. WIDTH is a power of two, at least E."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, WIDTH)
     there = e < E
@@ -372,7 +360,7 @@ def route(
     kept: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Weights FP32 [T, k] and ascending indices int64 [T, k]: from a softmax or, with a bias FP32 [E], from a sigmoid.
+    """Weights FP32 [T, k] and ascending indices int64 [T, k], by a softmax or, with a bias FP32 [E], by a sigmoid.
 
     Args:
         logits_TE: BF16 or FP32.

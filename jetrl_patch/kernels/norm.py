@@ -1,4 +1,4 @@
-"""RMSNorm, fused with the quantization of what it returns, and its gradient."""
+"""RMSNorm, fused with the quantization of its result, and its gradient. Raises what ``common.check_input`` raises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.common import (
-    as_fp8,
     bf16_value,
     check_input,
     load_tile,
@@ -21,7 +20,7 @@ from jetrl_patch.kernels.common import (
     quantized,
     widened,
 )
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, programs, rounded
 from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 
@@ -42,7 +41,7 @@ def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """1 / rms of a row of BF16 values [GROUPS, 128], computed in FP64 and rounded to FP32.
 
     The order of the sum follows from the layout of ``value`` in the compiled kernel. A test compares the layouts of the kernels
-    whose rows must be equal.
+    that must give equal rows.
     """
     square = (value * value).to(tl.float64)  # 16 bits: exact
     mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
@@ -90,25 +89,11 @@ def rmsnorm_quantize_rows(
         weight_K: BF16 [K], contiguous.
         keep: also return the BF16 result.
         columns: as for ``quantize_rows``.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     check_input("x", x_MK)
     M, K = x_MK.shape
     check_width(K)
-    if (
-        weight_K.shape != (K,)
-        or weight_K.dtype != torch.bfloat16
-        or weight_K.device != x_MK.device
-        or not weight_K.is_contiguous()
-    ):
-        raise ValueError(
-            explain(
-                "RMSNorm's weight", required=f"contiguous torch.bfloat16 [{K}] on {x_MK.device}",
-                found=f"{weight_K.dtype} {list(weight_K.shape)} on {weight_K.device}", fix="convert it first",
-            )
-        )  # fmt: skip
+    _check_weight(weight_K, x_MK)
     fixed, (q, s) = options(x_MK, scale_format), new_rows(x_MK, M, K, columns)
     rstd = torch.empty(M, dtype=torch.float32, device=x_MK.device)
     y = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if keep else None
@@ -118,7 +103,7 @@ def rmsnorm_quantize_rows(
             x_MK, weight_K, q, s, x_MK if y is None else y, rstd, M, K, x_MK.stride(0), *s.stride(),
             EPS=float(eps), GROUPS=covering, KEEP=keep, num_warps=warps_for(covering), **fixed,
         )  # fmt: skip
-    return Normed(as_fp8(q), s, rstd, y)
+    return Normed(q.view(FP8), s, rstd, y)
 
 
 def check_width(K: int) -> None:
@@ -126,6 +111,15 @@ def check_width(K: int) -> None:
     if K > WIDEST:
         fix = "call rms_norm and quantize_rows"
         raise ValueError(explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix=fix))
+
+
+def _check_weight(weight_K: Tensor, x_MK: Tensor) -> None:
+    K, device = x_MK.shape[1], x_MK.device
+    right = weight_K.shape == (K,) and weight_K.dtype == torch.bfloat16 and weight_K.device == device
+    if not right or not weight_K.is_contiguous():
+        required = f"contiguous torch.bfloat16 [{K}] on {device}"
+        found = f"{weight_K.dtype} {list(weight_K.shape)} on {weight_K.device}"
+        raise ValueError(explain("RMSNorm's weight", required=required, found=found, fix="convert it first"))
 
 
 def warps_for(covering: int) -> int:
@@ -159,9 +153,8 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
     """
     M, K = x_MK.shape
     if K > WIDEST:
-        raise ModelError(
-            explain("align='exact' on CUDA", required=f"RMSNorm up to width {WIDEST}", found=K, fix="use align='linear'")
-        )
+        required = f"RMSNorm up to width {WIDEST}"
+        raise ModelError(explain("align='exact' on CUDA", required=required, found=K, fix="use align='linear'"))
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     check_device(x_MK, weight_K)
     y = torch.empty(M, K, dtype=torch.bfloat16, device=x_MK.device)
@@ -181,7 +174,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
 # The rows are bit-equal to ``rms_norm`` and ``quantize_rows``. The only sum is that of the squares, and its order follows from
 # how the compiler spreads a tile over threads. In ``rms_norm`` a thread gets 8 elements of BF16, which are 16 bytes. In a kernel
 # whose tile also stores FP8 bytes, it would get 16 elements. So this kernel reads the row twice, the second time from the cache
-# and as a tile of another shape, which leaves the sum spread as in ``rms_norm``. A test compares the compiled kernels.
+# and as a tile of another shape. That leaves the sum spread as in ``rms_norm``. A test compares the compiled kernels.
 
 @triton.jit(do_not_specialize=["s_g"])  # one binary for every batch
 def norm_rows_kernel(  # type: ignore[no-untyped-def]
@@ -226,9 +219,6 @@ def norm_quantize_rows(
         x_MK, residual_MK: BF16 with contiguous rows of at most 16384 elements; any row stride.
         weight_K: BF16 [K], contiguous.
         columns: as for ``quantize_rows``.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     check_input("x", x_MK)
     M, K = x_MK.shape
@@ -236,12 +226,10 @@ def norm_quantize_rows(
     if residual_MK is not None:
         check_input("residual", residual_MK)
         check_device(x_MK, residual_MK)
-    shapes = [weight_K.shape, *([] if residual_MK is None else [residual_MK.shape])]
-    if shapes != [(K,), (M, K)][: len(shapes)] or weight_K.dtype != torch.bfloat16 or weight_K.stride(0) != 1:
-        what, required = "RMSNorm of x and a residual", f"a contiguous torch.bfloat16 weight [{K}] and a residual [{M}, {K}]"
-        found = f"{weight_K.dtype} and {' and '.join(str(list(shape)) for shape in shapes)}"
-        raise ValueError(explain(what, required=required, found=found, fix="pass both in the shape of x"))
-    check_device(x_MK, weight_K)
+        if residual_MK.shape != (M, K):
+            fix, found = "pass it in the shape of x", list(residual_MK.shape)
+            raise ValueError(explain("RMSNorm's residual", required=f"shape [{M}, {K}]", found=found, fix=fix))
+    _check_weight(weight_K, x_MK)
     fixed, (q, s) = options(x_MK, scale_format), new_rows(x_MK, M, K, columns)
     add = residual_MK is not None
     total = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if add else None
@@ -251,7 +239,7 @@ def norm_quantize_rows(
             x_MK, other, weight_K, q, s, x_MK if total is None else total, K, x_MK.stride(0), other.stride(0), *s.stride(),
             EPS=float(eps), GROUPS=covering, ADD=add, num_warps=warps_for(covering), **fixed,
         )  # fmt: skip
-    return NormedRows(as_fp8(q), s, total)
+    return NormedRows(q.view(FP8), s, total)
 
 
 # ---- The gradients of RMSNorm in one pass over its rows ---------------------------------------------
@@ -264,8 +252,8 @@ def norm_quantize_rows(
 # most an eighth as many programs as tiles, so those rows add at most one byte per element. The order of the sums is fixed: the
 # same batch gives the same bits.
 #
-# dx is quantized by a launch of its own, which reads 2 bytes per element and writes 2. WGrad's layout needs 128 rows at a time,
-# more than a program can hold when rows have thousands of elements, and reading x and dy again for it would cost 4 bytes.
+# Another launch quantizes dx, which reads 2 bytes per element and writes 2. WGrad's layout needs 128 rows at a time, more than a
+# program can hold when rows have thousands of elements, and reading x and dy again for it would cost 4 bytes.
 
 #: minimum number of elements of a tile
 SPAN = 2048
@@ -296,7 +284,7 @@ def rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
     x, w, rstd, dy, other, dx, dw, M, K, x_m, dy_m, other_m, programs,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """dx is contiguous. With WEIGHT, a program stores its sums in its row of ``dw`` [programs, K]; with ADD, dx is BF16."""
+    """dx is contiguous. With WEIGHT, a program stores its sums in its row of ``dw`` [programs, K]. With ADD, dx is BF16."""
     k = tl.arange(0, WIDTH)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), programs):

@@ -5,8 +5,9 @@
     both    both in one read: DGrad's operand [M, K] and WGrad's [K, M]
     weight  128x128 blocks    q [N, K], also as [K, N]         s [ceil(N / 128), G]
 
-G = ceil(K / 128). Matrices are row-major, and elements outside count as zero. The tiling never affects a bit: a group's scale
-comes from a maximum, which does not depend on order, and everything else is elementwise.
+G = ceil(K / 128). Matrices are row-major. Elements outside count as zero. The tiling never affects a bit: a group's scale comes
+from a maximum, which does not depend on order, and everything else is elementwise. Every function raises what
+``common.check_input`` raises.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from jetrl_patch.errors import explain
 from jetrl_patch.kernels.common import (
-    as_fp8,
     bf16_value,
     check_input,
     decode,
@@ -34,13 +34,13 @@ from jetrl_patch.kernels.common import (
 from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import ALIGN
 
-#: rows per tile of one group, and fewer for up to ``FEW`` tokens, to occupy more SMs
+#: rows per tile of one group; fewer for up to ``FEW`` tokens, to occupy more SMs
 ROWS, FEW_ROWS, FEW = 32, 4, 1024
 #: columns per tile of 128 tokens
 COLUMNS = 64
 #: warps per tile of 128 x 128. With fewer, a thread would need too many registers
 BOTH_WARPS = 16
-#: warps per block of a weight that is written once, and of one that is also written transposed
+#: warps per block of a weight that is written once, and if it is also written transposed
 WEIGHT_WARPS = 8, BOTH_WARPS
 
 
@@ -83,7 +83,7 @@ def both_kernel(  # type: ignore[no-untyped-def]
 def weight_kernel(  # type: ignore[no-untyped-def]
     w, q, s, qt, N, K, w_n, pitch, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """A block of one matrix of a stack, whose matrices are N rows apart. TRANSPOSED also writes its bytes as [K, pitch]."""
+    """A block of one matrix of a stack, whose matrices are N rows apart. TRANSPOSED also writes the bytes as [K, pitch]."""
     G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     n = (block // G) * 128 + tl.arange(0, 128)
@@ -105,9 +105,6 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
     Args:
         x_MK: BF16 with contiguous rows; any row stride.
         columns: the scales get strides (1, M rounded up to 4), as the libraries read them, instead of (G, 1).
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``common.check_input``; this holds for every quantizer here.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
@@ -116,46 +113,40 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
         rows, warps = (ROWS, 4) if M > FEW else (FEW_ROWS, 1)
         grid = (-(-M // rows) * groups(K),)
         rows_kernel[grid](x_MK, q, s, M, K, x_MK.stride(0), *s.stride(), ROWS=rows, num_warps=warps, **fixed)
-    return as_fp8(q), s
+    return q.view(FP8), s
 
 
-def quantize_tokens(
-    x_MK: Tensor, scale_format: ScaleFormat, transposed: bool = False, pad: bool = False
-) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """As ``backends.quantize.quantize_tokens``: e4m3 [M, K] and FP32 [ceil(M / 128), K].
 
     Args:
         x_MK: BF16 with contiguous rows; any row stride.
-        transposed: write the e4m3 matrix as [K, M], with the tokens contiguous: WGrad's operand.
-        pad: with ``transposed`` only: write [K, ceil(M / 128) * 128]. Tokens past M count as zero.
+        transposed: write the e4m3 matrix as WGrad reads it: [K, ceil(M / 128) * 128]. Tokens past M are zero.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
-    q, s = new_tokens(x_MK, M, K, transposed, pad)
+    q, s = new_tokens(x_MK, M, K, transposed)
     if q.numel():
         grid = (groups(M) * -(-K // COLUMNS),)
         tokens_kernel[grid](
             x_MK, q, s, M, K, x_MK.stride(0), q.stride(0), COLUMNS=COLUMNS, TRANSPOSED=transposed, num_warps=4, **fixed
         )
-    return as_fp8(q), s
+    return q.view(FP8), s
 
 
 def quantize_both(
-    x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, pad: bool = False
+    x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two layouts from one read: (q [M, K], s [M, G]) of ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) of tokens.
-
-    The second pair is row-major, with strides (M, 1) and (K, 1). With ``pad``, M is rounded up to a multiple of 128.
-    """
+    """Two layouts from one read: (q, s) of ``quantize_rows``, and (q, s) of ``quantize_tokens`` with ``transposed``."""
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
-    (q, s), (qt, st) = new_rows(x_MK, M, K, columns), new_tokens(x_MK, M, K, True, pad)
+    (q, s), (qt, st) = new_rows(x_MK, M, K, columns), new_tokens(x_MK, M, K, True)
     if q.numel():
         grid = (groups(M) * groups(K),)
         both_kernel[grid](
             x_MK, q, s, qt, st, M, K, x_MK.stride(0), *s.stride(), qt.stride(0), num_warps=BOTH_WARPS, **fixed
         )
-    return as_fp8(q), s, as_fp8(qt), st
+    return q.view(FP8), s, qt.view(FP8), st
 
 
 def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -168,10 +159,7 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
 
 def quantize_weight_transposed(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize_weight``, and ``gemm_backward.transposed`` of its bytes, e4m3 [K, N], from one read of W.
-
-    This writes one more byte per element.
-    """
+    """``quantize_weight``, and ``gemm_backward.transposed`` of its bytes, e4m3 [K, N], from one read of W."""
     q, s, qt = _weight(w_NK, scale_format, transposed=True)
     return q, s, qt[..., : w_NK.shape[-2]]
 
@@ -190,13 +178,12 @@ def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[
         weight_kernel[(s.numel(),)](
             w_RK, q, s, qt, N, K, w_RK.stride(0), pitch, TRANSPOSED=transposed, num_warps=WEIGHT_WARPS[transposed], **fixed
         )
-    return as_fp8(q), s, as_fp8(qt)
+    return q.view(FP8), s, qt.view(FP8)
 
 
-# ---- Requantize a saved FP8 activation in groups of 128 tokens, which gives WGrad's operand without the BF16 values
-# X e4m3 [M, K] with s [M, G] in 1x128 groups -> X^T e4m3 [K, M] with s [ceil(M / 128), K]. As in ``NativeBackend.wgrad``,
-# q * s is rounded to BF16 (exact with power-of-two scales) and quantized again. The BF16 values are never written to memory.
-
+# ---- Requantize a saved FP8 activation in groups of 128 tokens: WGrad's operand, without the BF16 values in memory
+# X e4m3 [M, K] with s [M, G] in 1x128 groups -> X^T e4m3 [K, M] with s [ceil(M / 128), K]. As in ``NativeBackend.wgrad``, q * s
+# is rounded to BF16 (exact with power-of-two scales) and quantized again.
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def requantize_kernel(  # type: ignore[no-untyped-def]
@@ -213,34 +200,23 @@ def requantize_kernel(  # type: ignore[no-untyped-def]
     store_tokens(tile, qt, st, g, k, M, K, pitch, True, POW2, HARDWARE)
 
 
-def requantize_tokens(
-    q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, pad: bool = False
-) -> tuple[Tensor, Tensor]:
-    """e4m3 [K, M] and FP32 [ceil(M / 128), K] from e4m3 [M, K] and FP32 [M, G]; the scales may have any strides.
+def requantize_tokens(q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """e4m3 [K, ceil(M / 128) * 128] and FP32 [ceil(M / 128), K] from e4m3 [M, K] and FP32 [M, G]. Tokens past M are zero.
 
     Args:
-        q_MK: contiguous rows; any row stride.
-        pad: write [K, ceil(M / 128) * 128]. Tokens past M count as zero.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``common.check_input``.
+        q_MK: contiguous rows; any row stride. s_MG: any strides.
     """
     check_input("activation", q_MK, FP8)
     fixed, (M, K) = options(q_MK, scale_format), q_MK.shape
     if s_MG.shape != (M, groups(K)) or s_MG.dtype != torch.float32 or s_MG.device != q_MK.device:
-        raise ValueError(
-            explain(
-                "the activation's scales",
-                required=f"torch.float32 [{M}, {groups(K)}] on {q_MK.device}",
-                found=f"{s_MG.dtype} {list(s_MG.shape)} on {s_MG.device}",
-                fix="pass the pair that the quantizer returned",
-            )
-        )
-    qt, st = new_tokens(q_MK, M, K, True, pad)
+        required = f"torch.float32 [{M}, {groups(K)}] on {q_MK.device}"
+        found, fix = f"{s_MG.dtype} {list(s_MG.shape)} on {s_MG.device}", "pass the pair that the quantizer returned"
+        raise ValueError(explain("the activation's scales", required=required, found=found, fix=fix))
+    qt, st = new_tokens(q_MK, M, K, True)
     if qt.numel():
         grid = (groups(M) * -(-K // COLUMNS),)
         requantize_kernel[grid](
             q_MK.view(torch.uint8), s_MG, qt, st, M, K, q_MK.stride(0), *s_MG.stride(), qt.stride(0),
             COLUMNS=COLUMNS, num_warps=4, **fixed,
         )  # fmt: skip
-    return as_fp8(qt), st
+    return qt.view(FP8), st

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up, fused with the quantization of the product, and its gradient."""
+"""SiLU(gate) * up, fused with the quantization of the product, and its gradient. Raises what ``common.check_input`` raises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from jetrl_patch.errors import explain
 from jetrl_patch.kernels.common import (
     COMPILER,
-    as_fp8,
     bf16_value,
     check_input,
     load_tile,
@@ -22,7 +21,7 @@ from jetrl_patch.kernels.common import (
     store_rows,
     store_tokens,
 )
-from jetrl_patch.kernels.formats import ScaleFormat, groups
+from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 
@@ -31,7 +30,7 @@ from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 # division, in a fixed order. It rounds to the same BF16 value for each of the 65,536 gates: all exact values but two are at least
 # 2^-26 away from a rounding boundary (a test checks all of them).
 
-#: factor of the warps: without ``sched4reg``, 16 elements per thread need more than 64 registers, so a thread gets 8
+#: factor of the warps: without ``sched4reg``, 16 elements per thread would need more than 64 registers, so a thread gets 8
 SPREAD = 1 if "sched4reg" in COMPILER else 2
 #: rows and warps of a tile, for many and for few tokens
 TILE, TILE_OF_FEW = (ROWS, 8 * SPREAD), (FEW_ROWS, SPREAD)
@@ -51,7 +50,7 @@ def silu(g):  # type: ignore[no-untyped-def]
     p = tl.fma(p, r, 0.5)
     p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
     whole = n.to(tl.int32)
-    first = tl.maximum(whole, -100)  # 2^n in two factors, so that only the second product can be subnormal and round
+    first = tl.maximum(whole, -100)  # 2^n in two factors: only the second product can be subnormal and round
     second = tl.maximum(whole - first, -126)
     one = ((first + 127) << 23).to(tl.float32, bitcast=True)
     two = ((second + 127) << 23).to(tl.float32, bitcast=True)
@@ -109,9 +108,6 @@ def silu_mul_quantize_rows(
     Args:
         columns: as for ``quantize_rows``.
         keep: also return the BF16 result.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     _gate_and_up(gate_MK, up_MK)
     fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
@@ -123,14 +119,14 @@ def silu_mul_quantize_rows(
             gate_MK, up_MK, q, s, gate_MK if y is None else y, M, K, gate_MK.stride(0), up_MK.stride(0), *s.stride(),
             ROWS=rows, KEEP=keep, num_warps=warps, **fixed,
         )  # fmt: skip
-    return Multiplied(as_fp8(q), s, y)
+    return Multiplied(q.view(FP8), s, y)
 
 
 # ---- The gradients of SiLU(gate) * up in one kernel, which reads gate, up and dy and writes dgate and dup: 10 bytes per element
 #     s = 1 / (1 + e^-gate)      dgate = dy * up * s * (1 + gate * (1 - s))      dup = dy * (gate * s)
 #
 # Computed in FP32, each rounded once. In torch's operations the same formula takes fourteen kernels and 126 bytes per element.
-# Gradients have no counterpart in the rollout, so the exponential may be the hardware's.
+# The rollout has no gradients, so the exponential may be the hardware's.
 #
 # If the layers before it compute in FP8, the same pass also quantizes both gradients, each in the two layouts that DGrad and
 # WGrad read. That writes 4 more bytes per element, but saves those layers a launch each and 4 bytes of reading the gradients
@@ -142,7 +138,7 @@ BACKWARD_ROWS, WARPS = 8, 4
 
 @triton.jit
 def sigmoids(g):  # type: ignore[no-untyped-def]
-    """(s, 1 - s). e^-|g| cannot overflow, and 1 - s is not computed as the difference of nearly equal numbers."""
+    """(s, 1 - s). e^-|g| cannot overflow, and 1 - s is not the difference of nearly equal numbers."""
     e = tl.exp(-tl.abs(g))
     near = 1.0 / (1.0 + e)  # sigmoid(|g|)
     far = e * near  # sigmoid(-|g|)
@@ -186,8 +182,9 @@ def silu_mul_backward_both_kernel(  # type: ignore[no-untyped-def]
     gate, up, dy, dgate, qg, sg, qgt, sgt, dup, qu, su, qut, sut, M, K, gate_m, up_m, dy_m, s_m, s_g, pitch,
     POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A tile 128 x 128 of one gradient, then of the other. gate and dy are loaded twice, the second time from the L1 cache,
-    because a thread has too few registers to hold them. The operations and their order are those of ``silu_mul_gradients``.
+    """A tile 128 x 128 of one gradient, then of the other, with the operations of ``silu_mul_gradients`` in their order.
+
+    gate and dy are loaded twice, the second time from the L1 cache: a thread has too few registers to hold them.
     """
     G = tl.cdiv(K, 128)
     gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
@@ -231,7 +228,7 @@ Bytes = tuple[Tensor, Tensor, Tensor, Tensor]
 def silu_mul_backward_both(
     gate_MK: Tensor, up_MK: Tensor, dy_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
 ) -> tuple[tuple[Tensor, Bytes], tuple[Tensor, Bytes]]:
-    """``silu_mul_backward`` in BF16, and ``quantize_both(…, pad=True)`` of each gradient, bit for bit.
+    """``silu_mul_backward`` in BF16, and ``quantize_both`` of each gradient, bit for bit.
 
     Args:
         gate_MK, up_MK, dy_MK: as for ``silu_mul_backward``. columns: as for ``quantize_rows``.
@@ -241,7 +238,7 @@ def silu_mul_backward_both(
     fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
     made = [
         (torch.empty(M, K, dtype=torch.bfloat16, device=gate_MK.device), *new_rows(gate_MK, M, K, columns),
-         *new_tokens(gate_MK, M, K, True, True))
+         *new_tokens(gate_MK, M, K, True))
         for _ in range(2)
     ]  # fmt: skip
     if gate_MK.numel():
@@ -255,4 +252,4 @@ def silu_mul_backward_both(
 
 
 def _as_fp8(q: Tensor, s: Tensor, qt: Tensor, st: Tensor) -> Bytes:
-    return as_fp8(q), s, as_fp8(qt), st
+    return q.view(FP8), s, qt.view(FP8), st

@@ -1,7 +1,7 @@
 """The table of model families: one record for each ``model_type`` of a Hugging Face config.
 
-A family built like Llama needs one short record, whose fields say where it differs. Code that depends on the family asks
-the record, so no other file names a family. This module imports neither torch nor a framework.
+A family built like Llama needs one short record, whose fields say where it differs. Code that depends on the family asks the
+record, and no other file names a family. This module imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 _DENSE = "vLLM does not say which layers it merges in a dense block"
-#: keys of config.json by which some blocks of a mixture have no experts -> values by which all have
+#: keys of config.json that can leave some blocks of a mixture without experts -> values with which all blocks have experts
 DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
 _NO_BIAS = "the model in transformers has no such bias"
 _NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
@@ -55,7 +55,7 @@ _LATENT = (
     _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
     _always("tie_word_embeddings", (False,), _NOT_TIED),
     _always("rope_interleave", (True,), "vLLM always rotates neighbouring numbers of a head"),
-    _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM takes every other type for YaRN"),
+    _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM treats every other type as YaRN"),
     _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
     _always("rope_parameters.truncate", (True,), _NO_SUCH_NUMBER),
     _always("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales"),
@@ -63,7 +63,7 @@ _LATENT = (
     _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
     _always("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use a BF16 checkpoint"),
 )
-#: linear layers that read a delta net's input, where each is apart, and those of them that vLLM merges
+#: the linear layers that read a delta net's input, and those that vLLM merges
 _IN = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
 _IN_MERGED = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
 _OUT = {"linear_attn.out_proj": "delta net"}
@@ -266,7 +266,7 @@ MERGED = tuple(dict.fromkeys(group for family in (LLAMA_LIKE, *_RECORDS) for gro
 ROW_PARALLEL = frozenset(name.rpartition(".")[2] for family in (LLAMA_LIKE, *_RECORDS) for name in family.row_parallel)
 #: for all families: the parts of a layer's name that place it in a vision tower
 TOWERS = frozenset(family.tower for family in _RECORDS) - {""}
-#: for all families: last name parts of the layers that the rollout's attention multiplies with itself
+#: for all families: last name parts of the layers whose weights the rollout's attention multiplies with itself
 ABSORBED = frozenset(family.absorbed for family in _RECORDS) - {""}
 
 
@@ -276,7 +276,7 @@ def covering(part: Part) -> dict[str, Family]:
 
 
 def family_of(hf_config: Any) -> Family | None:
-    """The family of a model, from its configuration or from that of its language model; None without a record."""
+    """The family of a model, from its configuration or that of its language model. None without a record."""
     model_type = getattr(hf_config, "model_type", None) or ""
     return FAMILIES.get(model_type) or FAMILIES.get(model_type.removesuffix("_text"))
 

@@ -19,16 +19,15 @@ _ABSENT: Any = object()
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of ``config.json`` whose value decides whether trainer and rollout are bit-equal, or compute the same at all.
+    """A key of ``config.json`` that decides whether trainer and rollout are bit-equal, or compute the same function at all.
 
     Attributes:
-        key: its name; behind a dot, that of an entry of it.
-        covered: the values for which they are; every item of a list must be one of them.
-        reason: why other values are not covered.
-        fix: what to do about another value; empty where only another mode helps.
-        everywhere: whether another value is refused in every mode with a quantized rollout, because one side would compute
-            something else, and not only round otherwise.
-        needed: whether a configuration without the key is refused too, because one side takes another default.
+        key: its name; a dot leads into an entry of it. covered: the values with which they are. For a list, every item must be
+        one of them. reason: why other values are not covered. fix: what to do about another value; empty if only another mode
+        helps. everywhere: whether every mode with a quantized rollout refuses other values, because one side would compute
+        something else,
+            not just round differently.
+        needed: whether a missing key is refused too, because one side has another default.
     """
 
     key: str
@@ -44,7 +43,7 @@ class Setting:
         return " or ".join(map(repr, self.covered))
 
     def found(self, hf_config: Any) -> str:
-        """What the configuration has that is not covered, as a phrase; empty if it is covered."""
+        """The value that is not covered, as a phrase; empty if it is covered."""
         value = hf_config
         for part in self.key.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else getattr(value, part, _ABSENT)
@@ -54,7 +53,7 @@ class Setting:
         return "" if all(item in self.covered for item in items) else f"{self.key}={value!r}"
 
     def problem(self, hf_config: Any) -> str:
-        """What is wrong with this key of the configuration, as a phrase; empty if it is covered."""
+        """What is wrong with this key, as a phrase; empty if it is covered."""
         found = self.found(hf_config)
         return found and f"{found} (expected {self.values}: {self.reason})"
 
@@ -68,7 +67,7 @@ SETTINGS = (
     Setting("dual_chunk_attention_config", (None,), WINDOW),
     Setting("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use the BF16 checkpoint"),
 )
-#: probabilities in the configuration that transformers' modules read; the rollout has no dropout
+#: probabilities in the configuration that transformers' modules read. The rollout has no dropout
 DROPOUTS = ("attention_dropout", "residual_dropout")
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -79,13 +78,12 @@ QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class Mixture:
-    """What the blocks with experts of a family have. transformers keeps the experts of a block in two parameters of one module.
+    """The class names of a family's experts, after those of its language model: ``Qwen3Moe`` + ``Experts``.
 
     Attributes:
-        experts: what the name of the experts' class has after those of the language model's other classes.
-        router: the same of the router.
-        chooser: the same of the block that chooses experts by the sigmoid of the router's FP32 logits, with a correction bias
-            and groups; empty if the router does it, by the largest of a softmax.
+        experts: the module that keeps a block's experts, in two parameters. router: the router. chooser: the block that chooses
+        experts by the sigmoid of the router's FP32 logits, with a correction bias and groups. Empty if
+            the router chooses, by the largest values of a softmax.
     """
 
     experts: str = "Experts"
@@ -98,29 +96,28 @@ class Family:
     """One model family. The defaults fit blocks of plain attention and one gated MLP, whose linear layers are apart.
 
     Attributes:
-        model_type: ``model_type`` of the Hugging Face config.
-        prefix: prefix of the family's class names in transformers.
-        title: the family's name in messages and docs.
-        readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
-        merged: groups of linears that vLLM merges into one layer, in its order.
-        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention", "latent attention" or
-            "delta net" (number of heads times head width) or a key of the configuration; see ``width``.
+        model_type: ``model_type`` of the Hugging Face config. prefix: prefix of the family's class names in transformers. title:
+        the family's name in messages and docs. readers: norm of a block -> the linears that are its only readers. The norm
+        computes ``w * (x / rms(x))``. merged: groups of linears that vLLM merges into one layer, in its order. row_parallel:
+        linears that tensor parallelism splits along K -> the size of K: "attention", "latent attention" or "delta net"
+            (number of heads times head width) or a key of the configuration; see ``width``.
         uncovered: part that the family is not covered for -> reason.
         settings: keys of the configuration that decide whether exact mode is bit-equal.
         rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
-        logits_divisor: key of the number by which the trainer divides the logits.
-        mixture: its experts and their router, if its blocks have some.
+        logits_divisor: key of the number that the trainer divides the logits by.
+        mixture: its experts and their router, if its blocks have any.
         stored: part of a tensor's name in a block of transformers' model -> the same part in a checkpoint and in vLLM, where
-            the two differ.
-        partial_rotary: whether part of a head may be left unrotated.
-        text: what follows the prefix in the class names of a vision-language model's language part.
-        tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
-            layers stay in BF16 on both sides.
-        delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that a
-            sequence's tokens update one after the other. ``layer_types`` of the configuration says which.
-        absorbed: of latent attention (MLA), the linear that makes keys and values of what they are compressed to. While vLLM
-            decodes, it multiplies queries and outputs by the halves of this weight, in BF16, instead of calling the layer. So the
-            layer stays in BF16 on both sides. Empty for any other attention.
+            they differ.
+        partial_rotary: whether part of a head may be left unrotated. text: what follows the prefix in the class names of a
+        vision-language model's language part. tower: the module that sees images and videos, up to the language model's
+        embeddings; empty if there is none. Its layers stay
+            in BF16 on both sides.
+        delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that the tokens of a
+            sequence update one after the other. ``layer_types`` of the configuration says which.
+        absorbed: of latent attention (MLA), the linear that makes keys and values from what they are compressed to; empty for
+        other
+            attention. In decoding, vLLM does not call this layer. It multiplies queries and outputs by the halves of its weight,
+            in BF16, so the layer stays in BF16 on both sides.
     """
 
     model_type: str
@@ -192,7 +189,7 @@ class Family:
         return part not in self.uncovered
 
     def split_layers(self, hf_config: Any) -> dict[str, int]:
-        """The layers that tensor parallelism splits along K, with K, by their names in the model, where the size is known.
+        """The layers that tensor parallelism splits along K, by their names in the model, with K if it is known.
 
         Args:
             hf_config: the Hugging Face config of the language model.
@@ -209,7 +206,7 @@ class Family:
 
 
 def width(size: str, hf_config: Any) -> int:
-    """The number behind a size of ``row_parallel``; 0 if the configuration of a language model does not have it."""
+    """The number behind a size of ``row_parallel``; 0 if the language model's configuration does not have it."""
 
     def value(key: str) -> int:
         found = getattr(hf_config, key, None)

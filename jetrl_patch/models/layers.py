@@ -1,7 +1,7 @@
 """The rule that decides which linear layers are FP8, shared by trainer and rollout.
 
-Patterns match whole parts of a dotted module name, never prefixes of a part: "mlp.gate" is the router of a
-mixture of experts and does not match "mlp.gate_up_proj" (prefix matching once left 56 layers of a rollout in BF16).
+Patterns match whole parts of a dotted module name, never prefixes of a part: "mlp.gate" is the router of a mixture of experts and
+does not match "mlp.gate_up_proj" (prefix matching once left 56 layers of a rollout in BF16).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import ABSORBED, ROW_PARALLEL, TOWERS
 from jetrl_patch.models.structure import matrices_of
 
-#: Matches linear layers inside a transformer block; all others (embedding, lm_head, value heads) stay in BF16.
+#: linear layers inside a transformer block. All others (embedding, lm_head, value heads) stay in BF16
 _IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
-#: Routers stay in BF16, and the projections that gate a delta net's state: one number a head, so that less than a block is left.
+#: routers, and the projections that gate a delta net's state: one number per head, less than a block
 _GATES = ("gate", "router", "shared_expert_gate", "in_proj_b", "in_proj_a", "in_proj_ba")
 #: last name parts of the layers in a block that stay in BF16
 _PLAIN = ABSORBED.union(_GATES)
@@ -40,7 +40,7 @@ def in_tower(name: str) -> bool:
 def is_quantized(name: str, exclude: Sequence[str]) -> bool:
     """Whether the linear layer ``name`` (Hugging Face module name) is quantized.
 
-    Layers of a vision tower are not, nor the layer of latent attention that a rollout multiplies with in parts.
+    Not quantized: layers of a vision tower, and the layer of latent attention that a rollout multiplies with in parts.
     """
     if not _IN_BLOCK.search(name) or name.rpartition(".")[2] in _PLAIN or in_tower(name):
         return False
@@ -51,12 +51,12 @@ def experts_quantized(name: str, count: int, exclude: Sequence[str]) -> bool:
     """Whether the experts of the module ``name`` are quantized. Trainer and rollout both decide by this function.
 
     Raises:
-        ModelError: patterns take out some of them and not all.
+        ModelError: patterns exclude some of them but not all.
     """
     layers = matrices_of(name, count)
     out = [layer for layer in layers if not is_quantized(layer, exclude)]
     if out and len(out) != len(layers):
-        found = f"exclude={list(exclude)}, which takes out {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
+        found = f"exclude={list(exclude)}, which excludes {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
         required = f"all {len(layers)} matrices of {name} in FP8 or none, because one operation computes them"
         fix = f"exclude {'.'.join(name.split('.')[-4:])!r} or other layers"
         raise ModelError(explain("experts of a block", required=required, found=found, fix=fix))
@@ -68,7 +68,7 @@ def is_row_parallel(name: str) -> bool:
 
 
 def is_cut(name: str, k: int, tp: int) -> bool:
-    """Whether ``tp`` ranks of the rollout cut a block of 128 of the layer ``name``, whose contraction dimension is ``k``.
+    """Whether ``tp`` ranks of the rollout cut a block of the layer ``name``, which contracts over ``k``.
 
     Trainer and rollout both decide by this function.
     """
@@ -76,7 +76,7 @@ def is_cut(name: str, k: int, tp: int) -> bool:
 
 
 def cut_words(layers: Sequence[str], tp: int) -> str:
-    """Say in one line which layers ``on_cut="bf16"`` leaves in BF16, and why."""
+    """One line about the layers that ``on_cut="bf16"`` leaves in BF16, and why."""
     leaves = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
     return (
         f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(layers)} layers ({leaves}; {layers[0]} to {layers[-1]}), "
@@ -85,13 +85,10 @@ def cut_words(layers: Sequence[str], tp: int) -> str:
 
 
 def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
-    """Refuse a tensor-parallel size that cuts a 128-block of a row-parallel layer.
+    """Raise ModelError for a tensor-parallel size that cuts a 128-block of a row-parallel layer. Names up to two such layers.
 
     Args:
         layers: (name, K) of each FP8 layer.
-
-    Raises:
-        ModelError: names up to two of the layers that would be cut, and their number.
     """
     split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp)]
     if split:

@@ -1,4 +1,4 @@
-"""How a model is built: layers that share one precision, and structures that no mode handles."""
+"""How a model is built: layers that share one precision, and structures that no mode handles. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Layers that have one precision together: the experts of a block, which one operation computes
+# ---- Layers that share one precision: the experts of a block, which one operation computes -------
 # Checkpoints, exclude patterns and the weight sync name an expert's matrices one by one:
-# ``model.layers.3.mlp.experts.17.up_proj``.
-# Who counts, watches or moves layers takes the experts of a block as one, by their module's name: ``model.layers.3.mlp.experts``.
-#
-# This module imports neither torch nor a framework.
+# ``model.layers.3.mlp.experts.17.up_proj``. Code that counts, watches or moves layers treats the experts of a block as one unit,
+# under their module's name: ``model.layers.3.mlp.experts``.
 
 Part = Literal["gate_proj", "up_proj", "down_proj"]
 #: the matrices of an expert, as transformers names them
@@ -33,13 +31,13 @@ _MATRIX = re.compile(rf"(.*\.experts)\.(\d+)\.({'|'.join(PARTS)})")
 
 
 def unit_of(layer: str) -> str:
-    """The module of experts that a layer is a matrix of; any other layer is itself."""
+    """The module of experts that a layer belongs to; for any other layer, its own name."""
     found = _MATRIX.fullmatch(layer)
     return found[1] if found else layer
 
 
 def units(layers: Iterable[str]) -> dict[str, list[str]]:
-    """The units of these layers, in their order, each with its layers."""
+    """The units of these layers in order, each with its layers."""
     found: dict[str, list[str]] = {}
     for layer in layers:
         found.setdefault(unit_of(layer), []).append(layer)
@@ -47,12 +45,12 @@ def units(layers: Iterable[str]) -> dict[str, list[str]]:
 
 
 def matrices_of(unit: str, experts: int) -> list[str]:
-    """The layers of a unit of so many experts."""
+    """The layers of a unit with this many experts."""
     return [f"{unit}.{expert}.{part}" for expert in range(experts) for part in PARTS]
 
 
 def matrix_number(layer: str) -> int | None:
-    """The place of an expert's matrix among those of its unit, expert by expert; None for any other layer."""
+    """The position of an expert's matrix in its unit, expert by expert; None for any other layer."""
     found = _MATRIX.fullmatch(layer)
     return len(PARTS) * int(found[2]) + PARTS.index(found[3]) if found else None
 
@@ -68,17 +66,17 @@ def matrix_expert(number: int) -> int:
     return number // len(PARTS)
 
 
-# ---- Models that no quantizing mode handles because of how they are built, recognised by their config.json
-# Importing this imports no torch, so that a driver can refuse such a model before anything is loaded.
+# ---- Models that no quantizing mode handles because of how they are built, recognized by their config.json
+# A driver refuses them before anything is loaded.
 
-#: keys that hold the number of a mixture's experts, as vLLM looks them up
+#: keys for the number of experts, in the order in which vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 #: the width to which latent attention (MLA) compresses keys and values
 _LATENT = "kv_lora_rank"
 
 
 def is_vision_language(hf_config: Any) -> bool:
-    """Whether the model has a vision tower that its family's record knows."""
+    """Whether the record of the model's family names a vision tower."""
     family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     return family is not None and bool(family.tower)
 
@@ -90,13 +88,13 @@ def has_delta_nets(hf_config: Any) -> bool:
 
 
 def has_latent_attention(hf_config: Any) -> bool:
-    """Whether the model has latent attention (MLA) that its family's record knows."""
+    """Whether the record of the model's family has latent attention (MLA)."""
     family = family_of(hf_config)
     return family is not None and bool(family.absorbed)
 
 
 def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
-    """Return how many experts a block has and their intermediate size; None if the model is no mixture that is handled.
+    """The number of experts of a block and their intermediate size; None if the model is not a supported mixture.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -109,12 +107,12 @@ def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
 
 
 def _text(hf_config: Any) -> Any:
-    """The config of the language model. In a model with a vision tower its ``model_type`` is not a key of the families' table."""
+    """The config of the language model. With a vision tower, its ``model_type`` is not a key of the families' table."""
     return hf_config.get_text_config() if is_vision_language(hf_config) else hf_config
 
 
 def _mixes(hf_config: Any) -> bool:
-    """Whether the model has experts that its family's record knows."""
+    """Whether the record of the model's family has experts."""
     family = family_of(hf_config)
     return family is not None and family.mixture is not None
 
@@ -123,18 +121,18 @@ def require_attention(hf_config: Any, what: str, fix: str) -> None:
     """Raise ModelError for a model with gated delta nets or latent attention. ``what`` and ``fix`` are those of ``explain``."""
     required = ""
     if has_delta_nets(hf_config):
-        required = "attention in all blocks (gated delta nets have not run so)"
+        required = "attention in all blocks (gated delta nets have not been tested here)"
     if has_latent_attention(hf_config):
-        required = "attention that is not latent (MLA has not run so)"
+        required = "attention that is not latent (MLA has not been tested here)"
     if required:
         raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
 
 
 def check_structure(hf_config: Any, config: Config) -> None:
-    """Raise ModelError for a model that nothing makes the same on both sides.
+    """Raise ModelError for a model that trainer and rollout would not compute alike.
 
-    That is one with parts other than the language model, experts that this mode lacks, latent attention without a record, or a
-    setting by which one side would compute something else.
+    Such a model has parts other than the language model, experts that this mode does not support, latent attention without a
+    record, or a setting that makes one side compute something else.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -148,17 +146,12 @@ def check_structure(hf_config: Any, config: Config) -> None:
 
 
 def check_device(hf_config: Any, device_type: str) -> None:
-    """Raise ModelError for a mixture of experts on a device without a product for its experts. ``device_type`` is torch's."""
+    """Raise ModelError for a mixture of experts on a device (torch's type) that has no product for experts."""
     family = family_of(hf_config)
     if family is not None and family.mixture and device_type not in ("cpu", "cuda"):
-        raise ModelError(
-            explain(
-                f"experts of {family.title}",
-                required="a CPU or a CUDA device (no other has grouped FP8 products)",
-                found=device_type,
-                fix=f"use a dense model on this device, or {UNQUANTIZED}",
-            )
-        )
+        required = "a CPU or a CUDA device (no other has grouped FP8 products)"
+        fix = f"use a dense model on this device, or {UNQUANTIZED}"
+        raise ModelError(explain(f"experts of {family.title}", required=required, found=device_type, fix=fix))
 
 
 def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
@@ -166,7 +159,7 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
     if parts and not (is_vision_language(hf_config) and config.fp8_rollout):
         vision = [family.model_type for family in FAMILIES.values() if family.tower]
-        why = "of other models the vision tower would become FP8, and the two sides name layers differently"
+        why = "in other models the vision tower would become FP8, and the two sides name layers differently"
         yield f"one text model, or with an FP8 rollout one of {', '.join(vision)} ({why})", " and ".join(sorted(parts))
     latent = has_latent_attention(hf_config)
     handled, hf_config = _mixes(hf_config), _text(hf_config)
@@ -183,12 +176,12 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         )
     if _counts(getattr(hf_config, _LATENT, None)) and not latent:
         known = ", ".join(family.model_type for family in FAMILIES.values() if family.absorbed)
-        why = "vLLM transforms MLA's once, so that a weight sync would miss them"
+        why = "vLLM transforms MLA's weights once, so a weight sync would miss them"
         yield f"attention that reads its weights as they are, or {known}'s ({why})", f"{_LATENT}={getattr(hf_config, _LATENT)}"
 
 
 def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield what is required of a setting, what was found instead, and the first words of what to do."""
+    """Yield what is required of a setting, what was found, and the start of the fix."""
     family = family_of(hf_config)
     if family is None:
         return
@@ -198,15 +191,15 @@ def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
             fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"
             yield f"{setting.key}={setting.values} ({setting.reason})", found, fix
     if family.absorbed and not _one_magnitude(getattr(text, "rope_parameters", None) or {}):
-        required = "mscale and mscale_all_dim together (of one alone, trainer and vLLM scale rotary angles otherwise)"
+        required = "mscale and mscale_all_dim together (with only one, trainer and vLLM scale rotary angles differently)"
         yield required, f"rope_parameters={text.rope_parameters}", "use another model, or"
 
 
 def _one_magnitude(rope: Mapping[str, Any]) -> bool:
-    """Whether both sides multiply cosines and sines of latent attention by one number.
+    """Whether both sides scale the cosines and sines of latent attention by the same number.
 
-    vLLM takes ``m(mscale or 1) / m(mscale_all_dim or 0)``, with m(x) = 0.1 x ln(factor) + 1, transformers m(1) unless both are
-    there.
+    vLLM uses ``m(mscale or 1) / m(mscale_all_dim or 0)``, with m(x) = 0.1 x ln(factor) + 1. transformers uses m(1) unless both
+    are set.
     """
     alone, whole = rope.get("mscale"), rope.get("mscale_all_dim")
     return bool(alone and whole) or (not whole and alone in (None, 1))
@@ -227,11 +220,7 @@ def check_code(settings: dict[str, Any], folder: str) -> None:
     """
     own = sorted(name for name in settings.get("auto_map") or {} if name.startswith(("AutoConfig", "AutoModel")))
     if own:
-        raise ModelError(
-            explain(
-                f"{folder} with trust_remote_code=True",
-                required="a model that transformers itself implements (nothing compares a checkpoint's own code with vLLM's)",
-                found=f"auto_map for {', '.join(own)} in config.json",
-                fix=f"take auto_map out of config.json if transformers knows the model, or use {UNQUANTIZED}",
-            )
-        )
+        required = "a model that transformers itself implements (nothing compares a checkpoint's own code with vLLM's)"
+        found = f"auto_map for {', '.join(own)} in config.json"
+        fix = f"remove auto_map from config.json if transformers knows the model, or use {UNQUANTIZED}"
+        raise ModelError(explain(f"{folder} with trust_remote_code=True", required=required, found=found, fix=fix))

@@ -1,11 +1,11 @@
 """Compile the C sources for this processor at first use and keep the result in the user's cache.
 
-One source gives a library for each instruction set of ``SETS``, all with the same bits. The library in use is that of the widest
-set that both processor and compiler support, or of the set that ``JETRL_CPU_ISA`` names. The file name contains the set and a
-hash of the sources and the compiler. A new release, a new compiler or another machine with the same home folder never loads the
-wrong library. The file ends with a hash of its contents, which the loader ignores. A file cut short by a full disk or a broken
-copy would load and then kill the process with a bus error. The hash shows this, and the library is compiled again. Files that
-another user could have written are not loaded.
+Each instruction set of ``SETS`` has a library of its own, all with the same bits. The one in use is that of the widest set that
+processor and compiler both support, or of the set that ``JETRL_CPU_ISA`` names. Its file name contains the set and a hash of the
+sources and the compiler, so a new release, a new compiler or another machine with the same home folder never loads the wrong
+library. The file ends with a hash of its contents, which the loader ignores. A file cut short by a full disk or a broken copy
+would load and then kill the process with a bus error. The hash shows this, and the library is compiled again. Files that another
+user could have written are not loaded.
 """
 
 from __future__ import annotations
@@ -28,19 +28,13 @@ from jetrl_patch.errors import ConfigError, JetrlError, explain, unknown
 
 logger = logging.getLogger(__name__)
 
-_REPAIR = 'repair the compiler, or use backend="torch" (slower, the same contract)'
+_COMPILER, _CACHE = "C compiler for the native CPU kernels", "cache of the native CPU kernels"
+_INSTALL, _REPAIR = (f'{do}, or use backend="torch" (slower, the same contract)' for do in ("install one", "repair the compiler"))
 _HASH = hashlib.sha256
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "digest.c"))
 HEADER = Path(__file__).with_name("numbers.h")
-# The sources write each FMA explicitly. If the compiler turned a * b + c into one, the bits would depend on the compiler.
-FLAGS = (
-    "-O3",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-)
+# The sources write each FMA explicitly. A compiler that turned a * b + c into one would change bits.
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _VARIABLE = "JETRL_CPU_ISA"
 
 
@@ -51,7 +45,7 @@ class InstructionSet:
     Attributes:
         flags: compiler flags.
         needs: flags that /proc/cpuinfo lists for a processor with this set.
-        speed: speed of the FP8 product compared with the next wider set, as measured (docs/benchmarks/cpu.md).
+        speed: measured speed of the FP8 product (docs/benchmarks/cpu.md).
     """
 
     flags: tuple[str, ...]
@@ -90,7 +84,7 @@ def compiler() -> str | None:
 
 
 def available() -> tuple[bool, str]:
-    """Whether the kernels can be built and loaded here, and for which instruction set, or why not. Compiles them if necessary.
+    """Whether the kernels can be built and loaded here, and the instruction set or the reason. Compiles them if necessary.
 
     Raises ConfigError if ``JETRL_CPU_ISA`` names a set that is unknown, or that the processor lacks.
     """
@@ -112,7 +106,7 @@ def supported() -> list[str]:
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Whether this processor multiplies BF16. Otherwise torch's BF16 products widen each operand, at a tenth of FP32's speed."""
+    """Whether this processor multiplies BF16. Without that, torch's BF16 products have a tenth of FP32's speed."""
     return _wanted()[0] == "avx512_bf16"
 
 
@@ -169,14 +163,7 @@ def load(name: str) -> ctypes.CDLL:
     """The kernels of one set of ``SETS``, compiled if the cache has no library for it. Raises the same errors as ``library``."""
     cc = compiler()
     if cc is None:
-        raise JetrlError(
-            explain(
-                "C compiler for the native CPU kernels",
-                required="gcc, clang or cc on PATH, or CC",
-                found="none",
-                fix='install one, or use backend="torch" (slower, the same contract)',
-            )
-        )
+        raise JetrlError(explain(_COMPILER, required="gcc, clang or cc on PATH, or CC", found="none", fix=_INSTALL))
     target = _cache_dir() / f"kernels-{name}-{_fingerprint(cc, name)}.so"
     try:
         if not is_whole(target):
@@ -184,10 +171,8 @@ def load(name: str) -> ctypes.CDLL:
         _require_own(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
-        what, fix = f"cache of the native CPU kernels, {target.parent}", "set JETRL_CACHE_DIR to such a folder"
-        raise JetrlError(
-            explain(what, required="a folder to write and load libraries in", found=error, fix=fix)
-        ) from error
+        what, fix = f"{_CACHE}, {target.parent}", "set JETRL_CACHE_DIR to such a folder"
+        raise JetrlError(explain(what, required="a folder to write and load libraries in", found=error, fix=fix)) from error
 
 
 class _CompilerError(JetrlError):
@@ -205,7 +190,7 @@ def is_whole(file: Path) -> bool:
 
 
 def _require_own(file: Path) -> None:
-    """Raise JetrlError if a user other than this one and root could have written the file, or can replace it in its folder."""
+    """Raise JetrlError if another user than this one and root could have written the file, or can replace it in its folder."""
     own, folder = file.stat(), file.parent.stat()
     if own.st_uid not in (os.getuid(), 0):
         found = f"{file} of user {own.st_uid}"
@@ -216,7 +201,7 @@ def _require_own(file: Path) -> None:
     else:
         return
     required, fix = "files of this user or of root", "remove it, or set JETRL_CACHE_DIR to a folder of your own"
-    raise JetrlError(explain("cache of the native CPU kernels", required=required, found=found, fix=fix))
+    raise JetrlError(explain(_CACHE, required=required, found=found, fix=fix))
 
 
 def _cache_dir() -> Path:
@@ -226,11 +211,8 @@ def _cache_dir() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "jetrl_patch"
     except RuntimeError as error:  # neither HOME nor an entry in the system's list of users
-        raise JetrlError(
-            explain(
-                "cache of the native CPU kernels", required="a home folder", found=error, fix="set JETRL_CACHE_DIR to a folder"
-            )
-        ) from error
+        fix = "set JETRL_CACHE_DIR to a folder"
+        raise JetrlError(explain(_CACHE, required="a home folder", found=error, fix=fix)) from error
 
 
 def _fingerprint(cc: str, name: str) -> str:
@@ -240,8 +222,7 @@ def _fingerprint(cc: str, name: str) -> str:
     except OSError as error:
         wrong = str(error)
     if wrong:
-        what = "C compiler for the native CPU kernels"
-        raise JetrlError(explain(what, required="one that works", found=wrong, fix=_REPAIR))
+        raise JetrlError(explain(_COMPILER, required="one that works", found=wrong, fix=_REPAIR))
     sources = (source.read_text() for source in (*SOURCES, HEADER))
     parts = (*sources, " ".join(FLAGS + SETS[name].flags), run.stdout, platform.machine())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -268,7 +249,7 @@ def _compile(cc: str, name: str, target: Path) -> None:
             if result.returncode == 0:
                 content = Path(scratch).read_bytes()
                 Path(scratch).write_bytes(content + _HASH(content).digest())
-                os.chmod(scratch, 0o755)  # mkstemp's files are private, but users may share what root has compiled
+                os.chmod(scratch, 0o755)  # mkstemp's files are private, but users may share root's libraries
                 os.replace(scratch, target)
                 return
         lines = [line for line in result.stderr.splitlines() if line.strip()]

@@ -22,9 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Checks of this machine, ``check_*() -> (ok, reason)``, for errors, test skips and ``jetrl doctor``
-# If ok, the reason is what was found, such as a version or a device name. If not, it says what is missing. Only ``check_torch``
-# and the checks of hardware import torch.
+# ---- ``check_*() -> (ok, reason)`` ---------------------------------------------------------------
+# If ok, the reason is what was found, such as a version or a device name. If not, it is what is missing. Only ``check_torch`` and
+# the checks of hardware import torch.
 
 Check = tuple[bool, str]
 
@@ -70,7 +70,7 @@ def require_torch(command: str) -> None:
     """Raise VersionError if torch cannot be imported. The message names the command that needs it."""
     ok, found = check_torch()
     if not ok:
-        fix = f"install torch{SUPPORTED['torch'][0]} anew"
+        fix = f"reinstall torch{SUPPORTED['torch'][0]}"
         raise VersionError(explain(command, required="torch", found=f"that {found}", fix=fix))
 
 
@@ -121,21 +121,19 @@ def check_hopper() -> Check:
 
 
 # ---- What DeepGEMM needs to compile its kernels, which it does at the first product of each shape
-# DeepGEMM looks for a toolkit and a compiler itself, by the rules repeated here (``tests/anchors/deep_gemm.json``). But it looks
-# at import or at the first product, which is too late to choose another backend.
+# DeepGEMM itself looks for a toolkit and a compiler by the rules repeated here (``tests/anchors/deep_gemm.json``), but only at
+# import or at the first product: too late to choose another backend.
 
-#: (DeepGEMM's version, the oldest nvcc that it accepts from that version on), newest first. The newer one no longer supports
-#: NVRTC
+#: (DeepGEMM's version, the oldest nvcc that it accepts from then on), newest first. The newer one no longer supports NVRTC
 NVCC = (((2, 7), (12, 9)), ((0,), (12, 3)))
 #: where DeepGEMM looks for a toolkit if neither ``CUDA_HOME`` nor ``CUDA_PATH`` is set and no nvcc is on PATH
 TOOLKIT = "/usr/local/cuda"
 
 
 def check_nvcc(version: str | None) -> Check:
-    """Whether this version of DeepGEMM can compile here: a CUDA toolkit, nvcc with its host compiler, and a cache to write to.
+    """Whether this DeepGEMM can compile here: a CUDA toolkit, nvcc with its host compiler, and a cache to write to.
 
-    Args:
-        version: None if unknown; it is then treated as the newest.
+    An unknown version (None) is treated as the newest.
     """
     since, oldest = next(rule for rule in NVCC if version is None or Version(version).release >= rule[0])
     home = cuda_home()

@@ -1,7 +1,7 @@
 """Thin wrappers of the C kernels for torch tensors, which check the arguments. Without autograd.
 
-Shape legend: M tokens, N output features, K input features, G = ceil(K/128); T query tokens,
-H query heads, KH key/value heads, D head width, R requests.
+Shape legend: M tokens, N output features, K input features, G = ceil(K/128); T query tokens, H query heads, KH key/value heads,
+D head width, R requests.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ from jetrl_patch.native.build import library, multiplies_bf16
 _BF16 = torch.bfloat16
 
 
-def _ptr(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+def _call(kernel: str, *arguments: Any) -> Any:
+    """Call a C kernel. Tensors are passed by address, int as int64_t, bool as int, and float as float."""
+    return getattr(library(), kernel)(*map(_to_c, arguments))
 
 
-def _long(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
+def _to_c(value: Any) -> Any:
+    if isinstance(value, Tensor) or value is None:
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    kinds: dict[type, Any] = {bool: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_float}
+    return kinds[type(value)](value) if type(value) in kinds else value
 
 
-def _threads(work: int) -> int:
+def _threads(work: int) -> ctypes.c_int:
     """Threads for ``work`` multiply-adds. Below about 20 microseconds of work, a second thread costs more than it saves."""
-    return torch.get_num_threads() if work > 1_000_000 else 1
+    return ctypes.c_int(torch.get_num_threads() if work > 1_000_000 else 1)
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor with a contiguous last dimension and any row stride. Raises TypeError if it is not a CPU tensor of ``dtype``."""
+    """The tensor with a contiguous last dimension. Raises TypeError if it is not a CPU tensor of ``dtype``."""
     if tensor.dtype != dtype or tensor.device.type != "cpu":
         raise TypeError(f"{name}: expected a CPU {dtype} tensor, found {tensor.dtype} on {tensor.device}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _sized(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """The tensor. Raises ValueError if it does not have this shape, from which the kernel computes addresses."""
+    """The tensor. Raises ValueError for another shape, because the kernel computes addresses from the shape."""
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
     return tensor
@@ -52,38 +56,25 @@ def _checked(status: int) -> None:
 
 def quantize_rows(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """Quantize BF16 [M, K] in 1x128 groups along K. Returns e4m3 [M, K] and FP32 scales [M, G]."""
-    x_MK = _rows(x_MK, _BF16, "x")
-    M, K = x_MK.shape
-    q_MK = torch.empty(M, K, dtype=FP8)
-    s_MG = torch.empty(M, groups(K), dtype=torch.float32)
-    library().jetrl_quantize_rows(
-        _ptr(x_MK), _long(x_MK.stride(0)), _long(M), _long(K), int(pow2), _ptr(q_MK), _ptr(s_MG), _threads(M * K)
-    )
-    return q_MK, s_MG
+    return _quantized("rows", x_MK, "x", (x_MK.shape[0], groups(x_MK.shape[1])), pow2)
 
 
 def quantize_tokens(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """Quantize BF16 [M, K] in 128x1 groups along M. Returns e4m3 [M, K] and FP32 scales [ceil(M/128), K]."""
-    x_MK = _rows(x_MK, _BF16, "x")
-    M, K = x_MK.shape
-    q_MK = torch.empty(M, K, dtype=FP8)
-    s_GK = torch.empty(groups(M), K, dtype=torch.float32)
-    library().jetrl_quantize_tokens(
-        _ptr(x_MK), _long(x_MK.stride(0)), _long(M), _long(K), int(pow2), _ptr(q_MK), _ptr(s_GK), _threads(M * K)
-    )
-    return q_MK, s_GK
+    return _quantized("tokens", x_MK, "x", (groups(x_MK.shape[0]), x_MK.shape[1]), pow2)
 
 
 def quantize_blocks(w_NK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """Quantize BF16 [N, K] in 128x128 blocks. Returns e4m3 [N, K] and FP32 scales [ceil(N/128), G]."""
-    w_NK = _rows(w_NK, _BF16, "w")
-    N, K = w_NK.shape
-    q_NK = torch.empty(N, K, dtype=FP8)
-    s_blocks = torch.empty(groups(N), groups(K), dtype=torch.float32)
-    library().jetrl_quantize_blocks(
-        _ptr(w_NK), _long(w_NK.stride(0)), _long(N), _long(K), int(pow2), _ptr(q_NK), _ptr(s_blocks), _threads(N * K)
-    )
-    return q_NK, s_blocks
+    return _quantized("blocks", w_NK, "w", (groups(w_NK.shape[0]), groups(w_NK.shape[1])), pow2)
+
+
+def _quantized(kind: str, x_MK: Tensor, name: str, scales: tuple[int, int], pow2: bool) -> tuple[Tensor, Tensor]:
+    x_MK = _rows(x_MK, _BF16, name)
+    M, K = x_MK.shape
+    q_MK, s = torch.empty(M, K, dtype=FP8), torch.empty(scales, dtype=torch.float32)
+    _call(f"jetrl_quantize_{kind}", x_MK, x_MK.stride(0), M, K, pow2, q_MK, s, _threads(M * K))
+    return q_MK, s
 
 
 def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtype: torch.dtype) -> Tensor:
@@ -95,10 +86,8 @@ def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtyp
     M, K = q_MK.shape
     scale = _sized(_rows(scale, torch.float32, "scale"), (-(-M // row_group), -(-K // col_group)), "scale")
     out = torch.empty(M, K, dtype=dtype)
-    library().jetrl_dequantize(
-        _ptr(q_MK), _ptr(scale), _long(scale.stride(0)), _long(M), _long(K), _long(row_group), _long(col_group),
-        int(dtype == _BF16), _ptr(out), _threads(M * K),
-    )  # fmt: skip
+    arguments = (q_MK, scale, scale.stride(0), M, K, row_group, col_group, dtype == _BF16, out)
+    _call("jetrl_dequantize", *arguments, _threads(M * K))
     return out
 
 
@@ -106,9 +95,9 @@ def fingerprint(tensor: Tensor) -> int:
     """A 64-bit fingerprint of a contiguous CPU tensor's bytes."""
     if tensor.device.type != "cpu":
         raise TypeError(f"weight: expected a CPU tensor, found one on {tensor.device}")
-    function: Any = library().jetrl_fingerprint
+    function = library().jetrl_fingerprint
     function.restype = ctypes.c_uint64
-    return int(function(_ptr(tensor), _long(tensor.numel() * tensor.element_size())))
+    return int(function(_to_c(tensor), _to_c(tensor.numel() * tensor.element_size())))
 
 
 def digest(matrix_RC: Tensor, row0: int, col0: int) -> tuple[int, bool]:
@@ -120,22 +109,21 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> tuple[int, bool]:
         raise TypeError(f"matrix: expected contiguous rows on the CPU, found strides {matrix_RC.stride()} on {matrix_RC.device}")
     (rows, cols), size = matrix_RC.shape, matrix_RC.element_size()
     out = (ctypes.c_uint64 * 2)()
-    library().jetrl_digest(
-        _ptr(matrix_RC), _long(matrix_RC.stride(0) * size), _long(rows), _long(cols * size), _long(row0),
-        _long(col0 * size), size if matrix_RC.dtype in (_BF16, torch.float32) else 0, out, _threads(rows * cols * size // 4),
-    )  # fmt: skip
+    special = ctypes.c_int(size if matrix_RC.dtype in (_BF16, torch.float32) else 0)
+    place = (matrix_RC.stride(0) * size, rows, cols * size, row0, col0 * size)
+    _call("jetrl_digest", matrix_RC, *place, special, out, _threads(rows * cols * size // 4))
     return out[0], bool(out[1])
 
 
 def pack(w_NK: Tensor) -> Tensor | None:
-    """An e4m3 weight [N, K] as ``fp8_gemm`` reads it fastest, uint8 [ceil(N/32), K, 32]; None if it holds NaN.
+    """An e4m3 weight [N, K] as ``fp8_gemm`` reads it fastest: uint8 [ceil(N/32), K, 32]. None if it holds NaN.
 
-    The bytes of 32 rows stand side by side for each k. The copy does not follow the weight.
+    The bytes of 32 rows are adjacent for each k. The copy does not follow the weight.
     """
     w_NK = _rows(w_NK, FP8, "w")
     N, K = w_NK.shape
     packed = torch.empty(-(-N // 32), K, 32, dtype=torch.uint8)
-    special = library().jetrl_pack(_ptr(w_NK), _long(w_NK.stride(0)), _long(N), _long(K), _ptr(packed), _threads(N * K))
+    special = _call("jetrl_pack", w_NK, w_NK.stride(0), N, K, packed, _threads(N * K))
     return None if special else packed
 
 
@@ -150,43 +138,39 @@ def fp8_gemm(
 ) -> Tensor:
     """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc), in FP32 or rounded once to BF16.
 
-    ``packed`` is what ``pack`` made of this weight: the same bits, sooner.
+    ``packed`` is the result of ``pack`` for this weight: the same bits, faster.
     """
     check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
     w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
-    (M, K), N = q_MK.shape, w_NK.shape[0]
+    N, K = w_NK.shape
     split_width(K, splits)  # raises if that cuts a block
     if packed is not None:
         _sized(packed, (-(-N // 32), K, 32), "packed")
-    out = torch.empty(M, N, dtype=out_dtype)
-    _checked(
-        library().jetrl_gemm(
-            _ptr(q_MK), _long(q_MK.stride(0)), _ptr(s_MG), _ptr(w_NK), _long(w_NK.stride(0)), _ptr(s_NG),
-            _long(s_NG.stride(0)), _ptr(packed), _long(M), _long(N), _long(K), 1, splits, int(out_dtype == _BF16), _ptr(out),
-            _threads(M * N * K // 16),
-        )
-    )  # fmt: skip
+    return _gemm((q_MK, s_MG, w_NK, s_NG, packed), out_dtype, True, splits)
+
+
+def _gemm(
+    operands: tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], out_dtype: torch.dtype, fp8: bool, splits: int
+) -> Tensor:
+    x_MK, sx, w_NK, sw, packed = operands
+    (M, K), N = x_MK.shape, w_NK.shape[0]
+    out, ld_sw = torch.empty(M, N, dtype=out_dtype), 0 if sw is None else sw.stride(0)
+    how = (fp8, ctypes.c_int(splits), out_dtype == _BF16)
+    matrices = (x_MK, x_MK.stride(0), sx, w_NK, w_NK.stride(0), sw, ld_sw, packed)
+    _checked(_call("jetrl_gemm", *matrices, M, N, K, *how, out, _threads(M * N * K // 16)))
     return out
 
 
 def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Y [M, N] = X W^T with BF16 operands and FP32 sums over ascending K, in FP32 or rounded once to BF16."""
     x_MK, w_NK = _rows(x_MK, _BF16, "x"), _rows(w_NK, _BF16, "w")
-    (M, K), N = x_MK.shape, w_NK.shape[0]
-    _sized(w_NK, (N, K), "w")
-    out = torch.empty(M, N, dtype=out_dtype)
-    _checked(
-        library().jetrl_gemm(
-            _ptr(x_MK), _long(x_MK.stride(0)), None, _ptr(w_NK), _long(w_NK.stride(0)), None, _long(0), None,
-            _long(M), _long(N), _long(K), 0, 1, int(out_dtype == _BF16), _ptr(out), _threads(M * N * K // 16),
-        )
-    )  # fmt: skip
-    return out
+    _sized(w_NK, (w_NK.shape[0], x_MK.shape[1]), "w")
+    return _gemm((x_MK, None, w_NK, None, None), out_dtype, False, 1)
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """torch's BF16 A B [M, N] on any device, for gradients: its rows may depend on the batch."""
+    """torch's BF16 product A B [M, N] on any device, for gradients. Its rows may depend on the batch."""
     if a_MK.device.type == "cpu" and not multiplies_bf16():
         return torch.mm(a_MK.float(), b_KN.float()).to(_BF16)
     return torch.mm(a_MK, b_KN)
@@ -198,9 +182,7 @@ def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     M, K = x_MK.shape
     _sized(weight, (K,), "weight")
     y, rstd = torch.empty_like(x_MK), torch.empty(M, dtype=torch.float32)
-    library().jetrl_rms_norm(
-        _ptr(x_MK), _ptr(weight), _long(M), _long(K), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads(M * K)
-    )
+    _call("jetrl_rms_norm", x_MK, weight, M, K, float(eps), y, rstd, _threads(M * K))
     return y, rstd
 
 
@@ -210,10 +192,8 @@ def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
     M, K = gate_MK.shape
     _sized(up_MK, (M, K), "up")
     y = torch.empty(M, K, dtype=_BF16)
-    library().jetrl_silu_mul(
-        _ptr(gate_MK), _long(gate_MK.stride(0)), _ptr(up_MK), _long(up_MK.stride(0)), _long(M), _long(K), _ptr(y),
-        _threads(M * K * 4),
-    )  # fmt: skip
+    inputs = (gate_MK, gate_MK.stride(0), up_MK, up_MK.stride(0))
+    _call("jetrl_silu_mul", *inputs, M, K, y, _threads(M * K * 4))
     return y
 
 
@@ -228,9 +208,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The k experts of each row: weights FP32 [M, k] and ascending indices int64 [M, k].
 
-    Of a softmax; with a bias FP32 [E], of a sigmoid, within ``kept`` of ``groups`` groups of experts.
+    By a softmax; with a bias FP32 [E], by a sigmoid, within ``kept`` of ``groups`` groups of experts.
     """
-    logits_ME = _rows(logits_ME, torch.float32, "logits").contiguous()
+    logits_ME = _rows(logits_ME.float(), torch.float32, "logits").contiguous()
     M, E = logits_ME.shape
     if not 0 < k <= E:
         raise ValueError(f"k: expected 1 to {E} experts, found {k}")
@@ -239,10 +219,8 @@ def route(
     if E % groups or not 0 < kept <= groups or k > kept * (E // groups):
         raise ValueError(f"groups: expected {k} experts within {kept} of {groups} equal groups of {E}")
     ids, weights = torch.empty(M, k, dtype=torch.int64), torch.empty(M, k, dtype=torch.float32)
-    library().jetrl_route(
-        _ptr(logits_ME), _long(M), _long(E), _long(k), int(renormalize), _ptr(bias_E), _long(groups), _long(kept),
-        ctypes.c_float(scale), _ptr(ids), _ptr(weights), _threads(M * E * (k + 32)),
-    )  # fmt: skip
+    rule = (bias_E, groups, kept, float(scale))
+    _call("jetrl_route", logits_ME, M, E, k, bool(renormalize), *rule, ids, weights, _threads(M * E * (k + 32)))
     return weights, ids
 
 
@@ -253,10 +231,8 @@ def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
         x_ThD = x_ThD.contiguous()
     y = torch.empty(T, h, D, dtype=_BF16)
     positions = positions.to(torch.int64).contiguous()
-    library().jetrl_rotary(
-        _ptr(x_ThD), _long(x_ThD.stride(0)), _ptr(cos), _ptr(sin), _ptr(positions), _long(T), _long(h), _long(D),
-        _ptr(y), _long(y.stride(0)), _threads(T * h * D),
-    )  # fmt: skip
+    sizes = (T, h, D)
+    _call("jetrl_rotary", x_ThD, x_ThD.stride(0), cos, sin, positions, *sizes, y, y.stride(0), _threads(T * h * D))
     return y
 
 
@@ -283,13 +259,9 @@ def attention(
     block_table, seq_lens, query_start = block_table.contiguous(), seq_lens.contiguous(), query_start.contiguous()
     out = torch.empty(T, H, D, dtype=_BF16)
     lse = torch.empty(T, H, dtype=torch.float32) if want_lse else None
-    block, token, head, _ = k_cache.stride()
-    _checked(
-        library().jetrl_attention(
-            _ptr(q_THD), _long(q_THD.stride(0)), _ptr(k_cache), _ptr(v_cache), _long(block), _long(token), _long(head),
-            _ptr(block_table), _long(block_table.stride(0)), _long(k_cache.shape[1]), _ptr(seq_lens),
-            _ptr(query_start), _long(seq_lens.shape[0]), _long(H), _long(k_cache.shape[2]), _long(D),
-            ctypes.c_float(scale), _ptr(out), _long(out.stride(0)), _ptr(lse), _threads(T * H * D * 64),
-        )
-    )  # fmt: skip
+    caches = (k_cache, v_cache, *k_cache.stride()[:3], block_table, block_table.stride(0), k_cache.shape[1])
+    sizes = (seq_lens.shape[0], H, k_cache.shape[2], D)
+    results = (out, out.stride(0), lse, _threads(T * H * D * 64))
+    queries = (q_THD, q_THD.stride(0))
+    _checked(_call("jetrl_attention", *queries, *caches, seq_lens, query_start, *sizes, float(scale), *results))
     return out, lse

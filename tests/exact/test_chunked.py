@@ -22,11 +22,11 @@ def given():
 
 def whole(hidden, weight, labels, temperature):
     """The unfused path: all logits at once, differentiated by autograd."""
-    every = torch.log_softmax(ops.head_linear(hidden, weight).float() / temperature, -1)
+    every = torch.log_softmax(ops.linear(hidden, weight).float() / temperature, -1)
     return every.gather(-1, labels[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-@pytest.mark.parametrize("head", [ops.head_linear, ops.head_linear_fp32])
+@pytest.mark.parametrize("head", [ops.linear, ops.head_linear_fp32])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_bits_do_not_depend_on_the_chunk(given, head, temperature):
     hidden, weight, labels = given
@@ -39,9 +39,9 @@ def test_the_bits_do_not_depend_on_the_chunk(given, head, temperature):
 
 def test_a_batch_keeps_its_shape(given):
     hidden, weight, labels = (given[0][:36].view(4, 9, K), given[1], given[2][:36].view(4, 9))
-    log_probs, entropy = chunked_log_probs(hidden, weight, labels, ops.head_linear, rows=7)
+    log_probs, entropy = chunked_log_probs(hidden, weight, labels, ops.linear, rows=7)
     assert log_probs.shape == entropy.shape == (4, 9)
-    flat, _ = chunked_log_probs(hidden.view(36, K), weight, labels.view(36), ops.head_linear)
+    flat, _ = chunked_log_probs(hidden.view(36, K), weight, labels.view(36), ops.linear)
     assert torch.equal(log_probs.view(36), flat)
 
 
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_whole_logits(given, uses):
     for chunked in (True, False):
         hidden, weight, labels = given[0].clone().requires_grad_(), given[1].clone().requires_grad_(), given[2]
         if chunked:
-            outputs = chunked_log_probs(hidden, weight, labels, ops.head_linear, 0.7, rows=8)
+            outputs = chunked_log_probs(hidden, weight, labels, ops.linear, 0.7, rows=8)
         else:
             outputs = whole(hidden, weight, labels, 0.7)
         chosen = {"log_probs": outputs[:1], "entropy": outputs[1:], "both": outputs}[uses]
@@ -63,5 +63,5 @@ def test_gradients_are_those_of_whole_logits(given, uses):
 
 def test_a_frozen_head_gets_no_gradient(given):
     hidden, weight, labels = given[0].requires_grad_(), given[1], given[2]
-    chunked_log_probs(hidden, weight, labels, ops.head_linear, rows=8)[0].sum().backward()
+    chunked_log_probs(hidden, weight, labels, ops.linear, rows=8)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None

@@ -27,7 +27,7 @@ def rand(*shape, seed=0):
 ROWWISE = {
     "rms_norm": lambda x, w: ops.rms_norm(x, w[0, : x.shape[1]], 1e-6),
     "silu_mul": lambda x, w: ops.silu_mul(x, x.flip(1)),
-    "head_linear": lambda x, w: ops.head_linear(x, w),
+    "linear": lambda x, w: ops.linear(x, w),
     "linear_splits": lambda x, w: ops.linear(x, w, w[:, 0], splits=2),
     "token_log_probs": lambda x, w: ops.token_log_probs(x, torch.arange(x.shape[0]) % 5, 0.7),
 }
@@ -175,7 +175,7 @@ def test_attention_value_and_gradients(batched, monkeypatch):
     [
         ("norm", lambda x, w: ops.rms_norm(x, w[0], 1e-6), lambda x, w: F.rms_norm(x, x.shape[1:], w[0], 1e-6)),
         ("silu", lambda x, w: ops.silu_mul(x, x * 2), lambda x, w: F.silu(x) * x * 2),
-        ("head", ops.head_linear, lambda x, w: x @ w.t()),
+        ("head", ops.linear, lambda x, w: x @ w.t()),
         ("splits", lambda x, w: ops.linear(x, w, None, 2), lambda x, w: x @ w.t()),
         (
             "log-prob",

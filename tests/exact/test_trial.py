@@ -36,7 +36,7 @@ BREAKS = {
     "RMSNorm of width 256": ("rms_norm", lambda f: lambda x, w, eps: f(x, w, eps) * (1 + (x.shape[0] == 7) / 128)),
     "SiLU": ("silu_mul", lambda f: lambda g, u: f(g, u) if g.shape[0] > 1 else f(g, u).nextafter(u)),
     "rotary embedding": ("apply_rotary", lambda f: lambda x, c, s, p: f(x.flip(0), c, s, p.flip(0)).flip(0) * 1.01),
-    "lm_head": ("head_linear", lambda f: lambda x, w: (x.float() @ w.float().t() + (len(x) == 64) / 8).to(x.dtype)),
+    "lm_head": ("linear", lambda f: lambda x, w: (x.float() @ w.float().t() + (len(x) == 64) / 8).to(x.dtype)),
     "BF16 partial sums": ("partial_sum", lambda f: lambda x, w: f(x, w) + 1e-5 * (x.shape[0] == 1)),
     "log-softmax over 1001": ("token_log_probs", lambda f: lambda x, y, t: f(x, y, t + 1e-3 * (len(x) == 7))),
 }
@@ -55,7 +55,7 @@ def test_an_op_that_depends_on_its_batch_is_named(name, monkeypatch):
         trial.require_exact_ops(SIZES, torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize(("name", "function"), [("lm_head", "head_linear"), ("BF16 partial sums", "partial_sum")])
+@pytest.mark.parametrize(("name", "function"), [("lm_head", "linear"), ("BF16 partial sums", "partial_sum")])
 def test_a_product_whose_columns_depend_on_the_weights_height_is_named(name, function, monkeypatch):
     original = getattr(ops, function)
     monkeypatch.setattr(ops, function, lambda x, w: original(x, w) * (1 + (len(w) < 1001) / 64))

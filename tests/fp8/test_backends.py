@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from jetrl_patch import backends
 from jetrl_patch.backends import capability, choose_backend, get_backend, quantize, row_equality
 from jetrl_patch.backends.cublaslt import CublasLtBackend
-from jetrl_patch.backends.deep_gemm import DeepGemmBackend, block_scales
-from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends.quantize import Quantized, block_scales
 from jetrl_patch.errors import ConfigError, ModelError
 
 from .deep_gemm_double import DeepGemm

@@ -7,7 +7,6 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.adapters.transformers import prepare
-from jetrl_patch.backends import deep_gemm
 from jetrl_patch.backends import quantize as reference
 from jetrl_patch.config import Config
 from jetrl_patch.exact import dispatch, ops
@@ -67,15 +66,15 @@ def test_the_reference_computes_the_same_on_a_gpu(device, shape, kind, scale_for
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize("pad", [False, True])
-def test_both_layouts_from_one_read(device, shape, scale_format, pad):
+@pytest.mark.parametrize("columns", [False, True])
+def test_both_layouts_from_one_read(device, shape, scale_format, columns):
     from jetrl_patch.kernels.quantize import quantize_both
 
     x = values(*shape)
     (q, s), (qt, st) = reference.quantize_activation(x, scale_format), reference.quantize_tokens(x, scale_format)
-    found = quantize_both(x.to(device), scale_format, columns=pad, pad=pad)
+    found = quantize_both(x.to(device), scale_format, columns=columns)
     assert same(found[0], q) and same(found[1], s) and same(found[2][:, : shape[0]], qt.t()) and same(found[3], st)
-    assert found[2].shape[1] == (groups(shape[0]) * 128 if pad else shape[0])
+    assert found[2].shape[1] == (groups(shape[0]) * 128)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
@@ -121,7 +120,7 @@ def test_block_scales_are_those_of_the_rows(device, rows, groups_):
 
     s = torch.rand(-(-rows // 128), groups_, generator=torch.Generator().manual_seed(0)).repeat_interleave(128, 0)[:rows]
     s[-1, 0] *= 2  # a block whose rows share no scale, unless it has one row
-    expected = deep_gemm.block_scales(s.contiguous())
+    expected = reference.block_scales(s.contiguous())
     for given in (s.to(device), s.t().contiguous().to(device).t()):
         found = block_scales(given)
         assert torch.equal(found.isnan().cpu(), expected.isnan()) and same(found.nan_to_num(), expected.nan_to_num())

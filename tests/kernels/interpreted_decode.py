@@ -53,9 +53,9 @@ def test_one_launch_equals_two_and_the_tile_of_many_rows(shape, scale_format, ki
     for out_dtype in (torch.bfloat16, torch.float32):
         expected = many_rows(*operand, q, s, out_dtype)
         assert same(gemm.fprop(*operand, q, s, out_dtype), expected)
-        assert same(gemm.fprop(*operand, q, None, out_dtype, s_blocks=blocks), expected)
+        assert same(gemm.fprop(*operand, q, blocks, out_dtype), expected)
         assert same(gemm.fprop_few(x, q, s, scale_format, out_dtype), expected)
-        assert same(gemm.fprop_few(x, q, None, scale_format, out_dtype, blocks), expected)
+        assert same(gemm.fprop_few(x, q, blocks, scale_format, out_dtype), expected)
     assert (kind == "not finite") == bool(expected.isnan().any())
 
 

@@ -213,7 +213,7 @@ def test_rows_of_the_other_ops_depend_on_themselves_alone(kernels, width):
     calls = {  # with the rows of the whole batch: the product's tile has 128, SiLU's 8, the others' one
         "norm": (20, lambda rows: ops.rms_norm(x[rows], w[0], 1e-6)),
         "silu": (20, lambda rows: ops.silu_mul(x[rows], x[rows].flip(1))),
-        "head": (140, lambda rows: ops.head_linear(x[rows], w)),
+        "head": (140, lambda rows: ops.linear(x[rows], w)),
         "rope": (20, lambda rows: ops.apply_rotary(heads[rows], cos, sin, places[rows])),
     }
     for name, (total, call) in calls.items():
@@ -228,7 +228,7 @@ def test_values_of_the_other_ops(kernels):
     rstd = (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt().float()
     assert torch.equal(ops.rms_norm(x, w[0], 1e-6), w[0] * (x.float() * rstd).to(BF16))
     assert torch.equal(ops.silu_mul(x, x.flip(1)), F.silu(exact).to(BF16) * x.flip(1))
-    assert (ops.head_linear(x, w) == (exact @ w.double().t()).to(BF16)).float().mean() > KERNEL_EQUALS_ORACLE
+    assert (ops.linear(x, w) == (exact @ w.double().t()).to(BF16)).float().mean() > KERNEL_EQUALS_ORACLE
     assert sqnr(ops.partial_sum(x, w), exact @ w.double().t()) > SQNR_KERNEL_FP32
     halves = [
         ops.partial_sum(x[:, part].contiguous(), w[:, part].contiguous()) for part in (slice(0, 500), slice(500, 1000))

@@ -16,8 +16,8 @@ from torch import nn
 from triton.runtime import interpreter
 
 from jetrl_patch.backends import get_backend, quantize
-from jetrl_patch.backends.deep_gemm import block_scales as in_torch
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.backends.quantize import block_scales as in_torch
 from jetrl_patch.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.unchanged import unchanged_weights
@@ -81,9 +81,9 @@ def test_one_scale_per_block_gives_the_same_bits(shape, scale_format, wide, monk
         for out_dtype in (torch.bfloat16, torch.float32):
             expected = fprop(*args, rows, out_dtype, splits)
             for s_blocks in (blocks.contiguous(), blocks.t().contiguous().t()):
-                assert torch.equal(fprop(*args, rows, out_dtype, splits, s_blocks), expected)
+                assert torch.equal(fprop(*args, s_blocks, out_dtype, splits), expected)
     with pytest.raises(ValueError, match="needs scales of shape"):
-        fprop(*args, rows, s_blocks=torch.ones(rows.shape[0] + 1, rows.shape[1]))
+        fprop(*args, torch.ones(rows.shape[0] + 1, rows.shape[1]))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
@@ -254,7 +254,7 @@ def test_empty_batches():
         (lambda a: (a[0], a[1].double(), *a[2:]), TypeError, "X: .* found .* torch.float64"),
         (lambda a: (*a[:2], a[2].view(torch.uint8), a[3]), TypeError, "W: expected"),
         (lambda a: (a[0], a[1][:, :1], *a[2:]), ValueError, r"X: \[3, 256\] needs scales of shape \[3, 2\]"),
-        (lambda a: (*a[:3], a[3][::128]), ValueError, r"W: \[64, 256\] needs scales of shape \[64, 2\]"),
+        (lambda a: (*a[:3], a[3][:3]), ValueError, r"W: \[64, 256\] needs scales of shape \[64, 2\]"),
         (lambda a: (*a[:2], a[2][:, :128], a[3]), ValueError, "differ in K"),
         (lambda a: (*a, torch.float16), TypeError, "found torch.float16"),
         (lambda a: (*a, torch.bfloat16, 4), ValueError, "without cutting a block"),

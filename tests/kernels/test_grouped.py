@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from jetrl_patch.kernels import gemm_grouped, mixture
+from jetrl_patch.kernels import gemm_common, gemm_grouped, mixture
 
 from . import specs as registered
 from .aot import Spec, compile_one, inner_loop
@@ -79,7 +79,7 @@ def test_no_tile_is_chosen_by_the_number_of_tokens(monkeypatch: pytest.MonkeyPat
             return lambda *args, **options: seen.append((options["ROWS"], options["COLUMNS"]))
 
     monkeypatch.setattr(gemm_grouped, "grouped_kernel", Kernel())
-    monkeypatch.setattr(gemm_grouped, "check_device", lambda *tensors: None)
+    monkeypatch.setattr(gemm_common, "check_device", lambda *tensors: None)
     for T in (1, 7, 64, 5000):
         ids = torch.zeros(T, 1, dtype=torch.int64)
         table = mixture.Table(torch.zeros(T, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))

@@ -85,14 +85,14 @@ def backward(M: int) -> None:
 def quantized(M: int) -> None:
     for columns in (False, True):
         quantize.quantize_rows(rows(M, K), "pow2", columns)
-        quantize.quantize_both(rows(M, K), "pow2", columns, pad=True)
+        quantize.quantize_both(rows(M, K), "pow2", columns)
         norm.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
         norm.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
         silu.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
         q, _ = formulas.quantize_activation(rows(M, K), "pow2")
-        quantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
-    quantize.quantize_tokens(rows(M, K), "pow2", transposed=True, pad=True)
+        quantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2")
+    quantize.quantize_tokens(rows(M, K), "pow2", transposed=True)
     norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
     digest.rank_sum(torch.zeros(2, M, K))
 

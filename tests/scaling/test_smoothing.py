@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch.backends.rowwise import dequantize_rows, quantize_int8_rows
+from jetrl_patch.backends.rowwise import quantize_int8_rows
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.fp8.scaling import factors, groups_of, smoothed
@@ -128,6 +128,11 @@ def test_factors_of_nothing_usable() -> None:
     assert factors(torch.ones(4), [torch.ones(2, 4)], x, 1.0).tolist() == [0.5, 1.0, 1.0, 2.0]
 
 
+def through_int8(x: torch.Tensor) -> torch.Tensor:
+    q, s = quantize_int8_rows(x)
+    return (q.float() * s).to(torch.bfloat16)
+
+
 def int8_error(model: Any, smoothing: float, observe: bool = True) -> float:
     """Mean |Δ log-prob| between a model with the rollout's INT8 linears and the same model in BF16."""
     reference = logits(model).float().log_softmax(-1)
@@ -143,10 +148,8 @@ def int8_error(model: Any, smoothing: float, observe: bool = True) -> float:
     names = set(source_of(model).layers)
     for name, module in rollout.named_modules():
         if name in names:
-            module.weight.data = dequantize_rows(*quantize_int8_rows(module.weight.data), torch.bfloat16)
-            module.register_forward_pre_hook(
-                lambda _, x: (dequantize_rows(*quantize_int8_rows(x[0].flatten(0, -2)), torch.bfloat16).view_as(x[0]),)
-            )
+            module.weight.data = through_int8(module.weight.data)
+            module.register_forward_pre_hook(lambda _, x: (through_int8(x[0].flatten(0, -2)).view_as(x[0]),))
     return float((logits(rollout).float().log_softmax(-1) - reference).abs().mean())
 
 

@@ -36,7 +36,7 @@ class Untraceable(GpuBackend):
     ("config", "operator"),
     [
         (Config(precision="fp8-rollout"), "jetrl_patch.fp8_fprop.default"),
-        (Config(precision="fp8-rollout", rollout_granularity="channel"), "jetrl_patch.fp8_channel_fprop.default"),
+        (Config(precision="fp8-rollout", rollout_granularity="channel"), "jetrl_patch.fp8_fprop.default"),
     ],
     ids=["block", "channel"],
 )

@@ -19,7 +19,6 @@ from jetrl_patch import backends
 from jetrl_patch.adapters.vllm import engine as engines
 from jetrl_patch.adapters.vllm import formats
 from jetrl_patch.adapters.vllm.sample import generate
-from jetrl_patch.backends import gpu
 from jetrl_patch.measure.parity import Job
 
 from .test_fused import Producing
@@ -27,19 +26,10 @@ from .test_fused import Producing
 pytestmark = pytest.mark.e2e
 
 
-class Opaque(Producing):
-    """Its products are one operator in a graph, as ``GpuBackend.fprop`` is."""
-
-    def fprop(self, x_MK: Any, w: Any, out_dtype: Any = torch.bfloat16, splits: int = 1) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return gpu._fprop(x_MK, w.q, w.s_rows, "native", w.scale_format, out_dtype, splits, w.s_blocks)
-        return super().fprop(x_MK, w, out_dtype, splits)
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of compiled graphs, each named by a hash, of engines that compile."""
-    monkeypatch.setitem(backends._LOADED, "native", Opaque())
+    monkeypatch.setitem(backends._LOADED, "native", Producing())
     monkeypatch.setattr(formats, "available", lambda name, device_type: True)
     monkeypatch.setattr(engines, "_on_cpu", lambda: False)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

@@ -18,6 +18,7 @@ import jetrl_patch
 from jetrl_patch import backends
 from jetrl_patch.adapters.vllm import formats, install, ranks
 from jetrl_patch.adapters.vllm.ops import FusedNorm, FusedSiluAndMul, keep_equal
+from jetrl_patch.backends import gpu
 from jetrl_patch.backends.cpu import NativeBackend
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.exact import ops
@@ -55,6 +56,12 @@ class Producing(NativeBackend):
 
     def gemm(self, x: Quantized, *rest: Any, **named: Any) -> torch.Tensor:
         return super().gemm(replace(x, s=x.s.contiguous()), *rest, **named)
+
+    def fprop(self, x_MK: Any, w: Any, out_dtype: Any = torch.bfloat16, splits: int = 1) -> torch.Tensor:
+        """One operator in a graph, as ``GpuBackend.fprop`` is."""
+        if torch.compiler.is_compiling():
+            return gpu.opaque_fprop("native", x_MK, w, out_dtype, splits)
+        return super().fprop(x_MK, w, out_dtype, splits)
 
 
 @pytest.fixture
@@ -174,7 +181,7 @@ def test_blocks_in_a_compiled_graph(
                     assert torch.equal(found, expected)
     ours = [node for node in nodes if node.startswith("jetrl_patch")]
     assert ours == [
-        f"jetrl_patch.{name}.default" for name in ("norm_rows", "fp8_rows_product", "silu_mul_rows", "fp8_rows_product")
+        f"jetrl_patch.{name}.default" for name in ("norm_rows", "fp8_fprop", "silu_mul_rows", "fp8_fprop")
     ]
 
 
