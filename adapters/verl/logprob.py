@@ -281,7 +281,7 @@ def product_of(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     from jetrl_patch.exact import ops
 
     if config.exact:
-        return ops.head_linear_fp32 if config.fp32_head else ops.head_linear
+        return ops.head_linear_fp32 if config.fp32_head else ops.linear
     dtype = getattr(torch, config.compute_dtype)
     # the backward pass runs it again, outside autocast
     return lambda h_TK, w_VK: torch.nn.functional.linear(h_TK.to(dtype), w_VK.to(dtype))

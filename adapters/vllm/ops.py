@@ -139,7 +139,7 @@ class ExactHeadMethod(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [M, K]`` BF16 -> logits ``[M, V]`` BF16 or FP32 of this rank's part of the vocabulary."""
-        product = ops.head_linear_fp32 if self.fp32 else ops.head_linear
+        product = ops.head_linear_fp32 if self.fp32 else ops.linear
         logits = product(x, layer.weight.data)
         return logits if bias is None else logits + bias
 

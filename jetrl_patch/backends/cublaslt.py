@@ -38,7 +38,7 @@ class CublasLtBackend(GpuBackend):
         K = w.shape[1]
         step, dtype = split_width(K, splits), out_dtype if splits == 1 else torch.float32
         operands = ((x.columns(k, k + step), w.columns(k, k + step)) for k in range(0, K, step))
-        return functools.reduce(torch.add, (row_product(*a, *b, dtype) for a, b in operands)).to(out_dtype)
+        return functools.reduce(torch.add, (row_product(a.q, a.s, b.q, b.s, dtype) for a, b in operands)).to(out_dtype)
 
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w.shape)

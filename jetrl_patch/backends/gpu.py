@@ -74,7 +74,8 @@ class GpuBackend(Backend):
             return super().quantize_activation(x_MK, scale_format)
         if x_MK.stride(-1) != 1:
             x_MK = x_MK.contiguous()
-        return Quantized(*kernels.quantize_rows(x_MK, scale_format, columns=self.columns), "rows", scale_format)
+        q, s = kernels.quantize_rows(x_MK, scale_format, columns=self.columns)
+        return Quantized(q, s, "rows", scale_format)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         q, s = (self.quantizers(x_MK) or quantize).quantize_tokens(x_MK, scale_format)
@@ -87,7 +88,8 @@ class GpuBackend(Backend):
             return super().quantize_weight(w_NK, scale_format)
         if w_NK.dtype not in (torch.bfloat16, torch.float32):
             w_NK = w_NK.to(torch.bfloat16)
-        return Quantized(*kernels.quantize_weight(w_NK, scale_format), "blocks", scale_format)
+        q, s = kernels.quantize_weight(w_NK, scale_format)
+        return Quantized(q, s, "blocks", scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
         kernels = self.quantizers(w_NK)

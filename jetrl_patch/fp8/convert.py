@@ -38,9 +38,8 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
 
     Raises:
         ModelError: there is nothing to quantize; a pattern of ``exclude`` matches nothing, or only some experts of a block; a
-        layer is
-            neither a plain ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA); or a block holds stacked matrices
-            that are not experts.
+            layer is neither a plain ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA); or a block holds stacked
+            matrices that are not experts.
     """
     experts = expert_modules(model)
     _refuse_stacks(model, experts)
@@ -130,10 +129,12 @@ def swap_linears(
     this format and stay as they are, or are refused.
 
     Args:
-        backend: a resolved name from ``backends``, not "auto". k_splits: the rollout's tensor-parallel size, which must not cut a
-        block. names: the layers to convert; by default those of ``select_layers``. rollout_ep: the rollout's expert-parallel
-        size. exact: form the FP32 sums that the rollout's ranks add in rank order, and give experts in BF16 products with
-        independent rows.
+        backend: a resolved name from ``backends``, not "auto".
+        k_splits: the rollout's tensor-parallel size, which must not cut a block.
+        names: the layers to convert; by default those of ``select_layers``.
+        rollout_ep: the rollout's expert-parallel size.
+        exact: form the FP32 sums that the rollout's ranks add in rank order, and give experts in BF16 products with independent
+            rows.
 
     Returns:
         The names of the FP8 modules.
@@ -319,9 +320,9 @@ class Share(NamedTuple):
     """Shares from 0 to 1.
 
     Attributes:
-        parameters: of all parameters. flops: of a token's forward FLOPs in products with weights. Attention's own products, whose
-        number depends on the context, do
-            not count.
+        parameters: of all parameters.
+        flops: of a token's forward FLOPs in products with weights. Attention's own products, whose number depends on the context,
+            do not count.
         inside: the same without ``lm_head``.
     """
 

@@ -220,7 +220,7 @@ class _Mixture(torch.autograd.Function):
                 own.quantized, gate_up_EFH=gate_up_EFH, down_EHI=down_EHI, last=True, made_in=ctx.made_in
             )
             dab_PF = None if ctx.watched is None else torch.empty_like(ab_PF)
-            found = _backward(own.backend, dy_TH, x, saved, matrices, weights_Tk, *routes, masters, wanted, dab_PF)
+            found = _backward(own.backend, dy_TH, x, saved, matrices, weights_Tk, routes[0], masters, wanted, dab_PF)
         if ctx.watched is not None and found.dab_PF is not None:
             ctx.watched.backward(dy_TH, *found.dab_PF.chunk(2, 1))
         return *found[:3], found.dweights_Tk.to(weights_Tk.dtype), None, None, None

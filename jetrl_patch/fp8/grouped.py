@@ -223,7 +223,8 @@ def _compare_products(backend: Backend, x: Quantized, stacks: Stacks, ids_T1: Te
         )
         for ours, operand, stack, index in products:
             w = Quantized(stack.q[index], stack.s[index], "blocks", stack.scale_format)
-            dense = fprop(*operand.rows(rows), *w, ours.dtype)
+            own = operand.rows(rows)
+            dense = fprop(own.q, own.s, w.q, w.s, ours.dtype)
             where = f"values of an expert with {len(rows)} tokens differ from the dense product"
             require_equal(ours[rows], dense, where)
 

@@ -22,11 +22,12 @@ class Setting:
     """A key of ``config.json`` that decides whether trainer and rollout are bit-equal, or compute the same function at all.
 
     Attributes:
-        key: its name; a dot leads into an entry of it. covered: the values with which they are. For a list, every item must be
-        one of them. reason: why other values are not covered. fix: what to do about another value; empty if only another mode
-        helps. everywhere: whether every mode with a quantized rollout refuses other values, because one side would compute
-        something else,
-            not just round differently.
+        key: its name; a dot leads into an entry of it.
+        covered: the values with which they are. For a list, every item must be one of them.
+        reason: why other values are not covered.
+        fix: what to do about another value; empty if only another mode helps.
+        everywhere: whether every mode with a quantized rollout refuses other values, because one side would compute something
+            else, not just round differently.
         needed: whether a missing key is refused too, because one side has another default.
     """
 
@@ -78,12 +79,13 @@ QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class Mixture:
-    """The class names of a family's experts, after those of its language model: ``Qwen3Moe`` + ``Experts``.
+    """How the class names of a family's experts end; they start like those of its language model.
 
     Attributes:
-        experts: the module that keeps a block's experts, in two parameters. router: the router. chooser: the block that chooses
-        experts by the sigmoid of the router's FP32 logits, with a correction bias and groups. Empty if
-            the router chooses, by the largest values of a softmax.
+        experts: the module that keeps a block's experts, in two parameters.
+        router: the router.
+        chooser: the block that chooses experts by the sigmoid of the router's FP32 logits, with a correction bias and groups.
+            Empty if the router chooses, by the largest values of a softmax.
     """
 
     experts: str = "Experts"
@@ -96,11 +98,13 @@ class Family:
     """One model family. The defaults fit blocks of plain attention and one gated MLP, whose linear layers are apart.
 
     Attributes:
-        model_type: ``model_type`` of the Hugging Face config. prefix: prefix of the family's class names in transformers. title:
-        the family's name in messages and docs. readers: norm of a block -> the linears that are its only readers. The norm
-        computes ``w * (x / rms(x))``. merged: groups of linears that vLLM merges into one layer, in its order. row_parallel:
-        linears that tensor parallelism splits along K -> the size of K: "attention", "latent attention" or "delta net"
-            (number of heads times head width) or a key of the configuration; see ``width``.
+        model_type: ``model_type`` of the Hugging Face config.
+        prefix: prefix of the family's class names in transformers.
+        title: the family's name in messages and docs.
+        readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
+        merged: groups of linears that vLLM merges into one layer, in its order.
+        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention", "latent attention" or
+            "delta net" (number of heads times head width) or a key of the configuration; see ``width``.
         uncovered: part that the family is not covered for -> reason.
         settings: keys of the configuration that decide whether exact mode is bit-equal.
         rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
@@ -108,16 +112,15 @@ class Family:
         mixture: its experts and their router, if its blocks have any.
         stored: part of a tensor's name in a block of transformers' model -> the same part in a checkpoint and in vLLM, where
             they differ.
-        partial_rotary: whether part of a head may be left unrotated. text: what follows the prefix in the class names of a
-        vision-language model's language part. tower: the module that sees images and videos, up to the language model's
-        embeddings; empty if there is none. Its layers stay
-            in BF16 on both sides.
-        delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that the tokens of a
-            sequence update one after the other. ``layer_types`` of the configuration says which.
+        partial_rotary: whether part of a head may be left unrotated.
+        text: what follows the prefix in the class names of a vision-language model's language part.
+        tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
+            layers stay in BF16 on both sides.
+        delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that the tokens of
+            a sequence update one after the other. ``layer_types`` of the configuration says which.
         absorbed: of latent attention (MLA), the linear that makes keys and values from what they are compressed to; empty for
-        other
-            attention. In decoding, vLLM does not call this layer. It multiplies queries and outputs by the halves of its weight,
-            in BF16, so the layer stays in BF16 on both sides.
+            other attention. In decoding, vLLM does not call this layer. It multiplies queries and outputs by the halves of its
+            weight, in BF16, so the layer stays in BF16 on both sides.
     """
 
     model_type: str

@@ -84,7 +84,7 @@ def test_an_activation_is_regrouped_for_wgrad(device, shape, scale_format):
     q, s = reference.quantize_activation(values(*shape), scale_format)
     expected, scales = reference.quantize_tokens(reference.dequantize_activation(q, s, torch.bfloat16), scale_format)
     found = requantize_tokens(q.to(device), s.to(device), scale_format)
-    assert same(found[0], expected.t()) and same(found[1], scales)
+    assert same(found[0][:, : shape[0]], expected.t()) and same(found[1], scales)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
