@@ -118,7 +118,8 @@ def run(part: Part, args: argparse.Namespace, limit: float = LIMIT) -> bool:
         status = _process(words, args.dry, log, end)
         record = load(file, part.name)
         if status != 0:
-            print(f"part {part.letter}: its process ended with status {status}; see {log}", file=sys.stderr)
+            how = "was ended at the limit" if status is None else f"ended with status {status}"
+            print(f"part {part.letter}: its process {how}; see {log}", file=sys.stderr)
         if (record.rows.keys(), record.errors.keys()) == (before.rows.keys(), before.errors.keys()):
             break
     return record.complete and not record.errors
