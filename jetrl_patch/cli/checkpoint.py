@@ -20,10 +20,9 @@ from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, MERGED
 from jetrl_patch.models.structure import units
 
 __all__ = [
-    "INDEX", "SCALE_SUFFIX", "SECOND_TOKEN", "SINGLE", "Chosen", "Format", "Source", "check_error", "choose", "convert",
-    "empty_model", "names_in", "open_source", "quantization_config", "read_tensors",
+    "INDEX", "SCALE_SUFFIX", "SINGLE", "Chosen", "Format", "Source", "check_error", "choose", "convert", "new_config",
+    "open_source", "shapes_in",
 ]  # fmt: skip
-
 
 
 # ---- Read a Hugging Face checkpoint one tensor at a time, and check it against its own config.json
@@ -34,93 +33,94 @@ _WHOLE = "copy or save the checkpoint again"
 #: a buffer that the model computes; old versions of transformers saved it
 _NOT_LOADED = "rotary_emb.inv_freq"
 #: the number of blocks that predict a second token, in config.json
-SECOND_TOKEN = "num_nextn_predict_layers"
+_SECOND_TOKEN = "num_nextn_predict_layers"
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The location of each tensor of a checkpoint.
+    """A checkpoint and where it stores each tensor of the model.
 
     Attributes:
         config: the contents of config.json.
         files: tensor -> file, shard by shard.
+        shapes: tensor -> shape.
     """
 
     folder: Path
     config: dict[str, Any]
     files: dict[str, Path]
-
-    def holds(self, name: str) -> bool:
-        """Whether a tensor is the model's. Blocks behind the last one predict a second token, and no trainer loads them."""
-        block, count = _BLOCK.match(name), self.config.get("num_hidden_layers", 0)
-        behind = self.config.get(SECOND_TOKEN) and block is not None and int(block[1]) >= count
-        return not behind and not name.endswith(_NOT_LOADED)
-
-    @property
-    def count(self) -> int:
-        """The number of the model's tensors."""
-        return sum(map(self.holds, self.files))
+    shapes: dict[str, tuple[int, ...]]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, file by file, one at a time."""
+        from safetensors import safe_open
+
         for file in dict.fromkeys(self.files.values()):
-            for name, tensor in read_tensors(file):
-                if self.holds(name):
-                    yield name, tensor
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if name in self.files:
+                        yield name, opened.get_tensor(name)
 
 
 def open_source(folder: Path) -> Source:
     """Inspect a checkpoint's folder. Raises ConfigError if it is not a checkpoint, incomplete, or already quantized."""
     what = f"checkpoint {folder}"
     if not (folder / "config.json").is_file():
-        found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
-        raise ConfigError(explain(what, required=_REQUIRED, found=found, fix="give the folder that holds config.json"))
+        here = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
+        raise ConfigError(explain(what, required=_REQUIRED, found=here, fix="give the folder that holds config.json"))
     config = _json(folder / "config.json")
     if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
-        raise ConfigError(
-            explain(
-                what,
-                required="weights in BF16 or FP32",
-                found=f"quantization_config with quant_method={method!r}",
-                fix="export the checkpoint from before it was quantized",
-            )
-        )
+        found = f"quantization_config with quant_method={config['quantization_config'].get('quant_method')!r}"
+        fix = "export the checkpoint from before it was quantized"
+        raise ConfigError(explain(what, required="weights in BF16 or FP32", found=found, fix=fix))
     if (folder / INDEX).is_file():
-        weight_map = _json(folder / INDEX).get("weight_map", {})
-        files = {name: folder / file for name, file in weight_map.items()}
+        listed = {name: folder / file for name, file in _json(folder / INDEX).get("weight_map", {}).items()}
     elif (folder / SINGLE).is_file():
-        files = dict.fromkeys(names_in(folder / SINGLE), folder / SINGLE)
+        listed = dict.fromkeys(shapes_in(folder / SINGLE), folder / SINGLE)
     else:
-        found = (
-            ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))[:4])
-            or "no weights"
-        )
+        found = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))[:4])
         fix = "save the model with save_pretrained, which writes safetensors"
-        raise ConfigError(explain(what, required=_REQUIRED, found=found, fix=fix))
-    for file in sorted(set(files.values())):
-        listed = {name for name, place in files.items() if place == file}
-        lost = sorted(listed - names_in(file))
-        if lost:
-            raise ConfigError(
-                explain(what, required=f"{lost[0]} in {file.name}", found="a file without it", fix=_WHOLE)
-            )
-    if not files:
+        raise ConfigError(explain(what, required=_REQUIRED, found=found or "no weights", fix=fix))
+    if not listed:
         raise ConfigError(explain(what, required="weights", found="none", fix=_WHOLE))
-    return Source(folder, config, files)
+    stored = {file: shapes_in(file) for file in sorted(set(listed.values()))}
+    for name, file in listed.items():
+        if name not in stored[file]:
+            raise ConfigError(explain(what, required=f"{name} in {file.name}", found="a file without it", fix=_WHOLE))
+    files = {name: file for name, file in listed.items() if _is_loaded(name, config)}
+    return Source(folder, config, files, {name: stored[file][name] for name, file in files.items()})
 
 
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one safetensors file, one at a time."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            yield name, opened.get_tensor(name)
+def _is_loaded(name: str, config: dict[str, Any]) -> bool:
+    """Whether a tensor is part of the model. Trainers ignore the blocks after the last one, which predict a second token."""
+    block = _BLOCK.match(name)
+    after = config.get(_SECOND_TOKEN) and block is not None and int(block[1]) >= config.get("num_hidden_layers", 0)
+    return not after and not name.endswith(_NOT_LOADED)
 
 
-def empty_model(source: Source) -> Any:
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor -> shape, from the header of a safetensors file. Raises ConfigError if the file is incomplete."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(explain(f"{file}", required="a complete safetensors file", found=error, fix=_WHOLE)) from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+        raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(explain(f"{file}", required="a JSON object", found=error, fix=_WHOLE)) from error
+
+
+def _empty_model(source: Source) -> Any:
     """Build the model of config.json without weights, and check that the checkpoint holds exactly its tensors.
 
     Raises:
@@ -141,71 +141,22 @@ def empty_model(source: Source) -> Any:
         family = FAMILIES[model.config.model_type]
         expected = {family.to_stored(name): shape for name, shape in shapes_per_expert(expected).items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    found_names = set(filter(source.holds, source.files))
-    for problem, names in (
-        ("missing", set(expected) - found_names - tied),
-        ("unknown", found_names - set(expected)),
-    ):
+    missing, unknown = expected.keys() - source.shapes.keys() - tied, source.shapes.keys() - expected.keys()
+    for problem, names in (("missing", missing), ("unknown", unknown)):
         if names:
-            raise ModelError(
-                explain(
-                    what,
-                    required=f"the {len(expected)} tensors of {type(model).__name__}",
-                    found=f"{len(names)} {problem}, such as {min(names)}",
-                    fix="use a complete checkpoint with its own config.json",
-                )
-            )
-    for name, shape in _shapes(source):
+            required = f"the {len(expected)} tensors of {type(model).__name__}"
+            found, fix = f"{len(names)} {problem}, such as {min(names)}", "use a complete checkpoint with its own config.json"
+            raise ModelError(explain(what, required=required, found=found, fix=fix))
+    for name, shape in source.shapes.items():
         if shape != expected[name]:
-            raise ModelError(
-                explain(
-                    f"{name} of {what}",
-                    required=f"shape {list(expected[name])}",
-                    found=list(shape),
-                    fix="use the checkpoint's own config.json",
-                )
-            )
+            required, fix = f"shape {list(expected[name])}", "use the checkpoint's own config.json"
+            raise ModelError(explain(f"{name} of {what}", required=required, found=list(shape), fix=fix))
     return model
-
-
-def _shapes(source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from safetensors import safe_open
-
-    for file in dict.fromkeys(source.files.values()):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if source.holds(name):
-                    yield name, tuple(opened.get_slice(name).get_shape())
-
-
-def names_in(file: Path) -> set[str]:
-    """The names of the tensors of a safetensors file, from its header. Raises ConfigError if the file is not whole."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return set(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            explain(f"{file}", required="a complete safetensors file", found=error, fix=_WHOLE)
-        ) from error
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        if isinstance(found, dict):
-            return found
-        raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            explain(f"{file}", required="a JSON object", found=error, fix=_WHOLE)
-        ) from error
 
 
 # ---- Convert each tensor of a checkpoint to BF16, or to block FP8 as in DeepSeek's checkpoints ---
 # Block FP8 is ``layer.weight`` e4m3 [N, K] and ``layer.weight_scale_inv`` FP32 [ceil(N/128), ceil(K/128)]. The trainer's own
-# quantizer makes them from the BF16 value, so the bytes are those that the trainer computed with. An expert is three such layers.
+# quantizer makes them from the BF16 value: these are the bytes that the trainer computed with. An expert is three such layers.
 
 Format = Literal["bf16", "fp8"]
 SCALE_SUFFIX = "_scale_inv"
@@ -216,37 +167,40 @@ class Chosen(NamedTuple):
 
     Attributes:
         layers: names of the layers that become FP8, as the checkpoint has them.
-        left: modules that stay in BF16 and that a loader would take for FP8, by every name that one knows them by.
-        fp32: tensors that stay in FP32: the buffers of a mixture, as in its checkpoint.
+        left: modules that stay in BF16 and that a loader would take for FP8, by every name that a loader may use.
+        fp32: tensors that stay in FP32: the buffers of a mixture of experts, as in its checkpoint.
+        scale_format: format of the FP8 layers' scales.
     """
 
     layers: dict[str, None]
     left: list[str]
     fp32: frozenset[str]
+    scale_format: ScaleFormat
 
 
-def choose(model: Any, format: Format, exclude: Sequence[str]) -> Chosen:
+def choose(source: Source, format: Format, scale_format: ScaleFormat, exclude: Sequence[str]) -> Chosen:
     """Choose the layers that become FP8, so that stock vLLM and transformers can load the result.
 
     Raises:
-        ModelError: as ``select_layers``.
-        ConfigError: of the layers that vLLM merges, only some would be FP8, or one ends inside a block.
+        ModelError: the checkpoint does not hold exactly the tensors of its model, or as ``select_layers``.
+        ConfigError: vLLM merges some layers of which only a part would be FP8, or of which one ends inside a block.
     """
+    model = _empty_model(source)
     experts = expert_modules(model)
     family = FAMILIES.get(model.config.model_type, LLAMA_LIKE)
     fp32 = frozenset(family.to_stored(name) for name in stored_buffers(model)) if experts else frozenset()
     if format == "bf16":
-        return Chosen({}, [], fp32)
+        return Chosen({}, [], fp32, scale_format)
     chosen = select_layers(model, exclude)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    for merged in MERGED:  # all but the last must end on a block boundary
+    for merged in MERGED:
         for name in [name for name in linears if name.rsplit(".", 1)[-1] == merged[0]]:
             prefix = name.removesuffix(merged[0])
             group = [prefix + part for part in merged if prefix + part in linears]
             fp8 = [name for name in group if name in chosen]
             if fp8 and fp8 != group:
                 _refuse(", ".join(group), "all or none of them in FP8", f"only {', '.join(fp8)}", merged)
-            for layer in fp8[:-1]:
+            for layer in fp8[:-1]:  # the next one starts on a block boundary
                 rows = linears[layer].out_features
                 if rows % BLOCK:
                     _refuse(layer, f"a multiple of {BLOCK} rows, as vLLM merges it", f"{rows} rows", merged)
@@ -259,7 +213,7 @@ def choose(model: Any, format: Format, exclude: Sequence[str]) -> Chosen:
     routers = [name for name, module in model.named_modules() if family.router and type(module).__name__ == family.router]
     left = [name for name in (*linears, *routers, *experts) if name not in inside]
     both = dict.fromkeys(name for ours in left for name in (ours, family.to_stored(ours)))
-    return Chosen(dict.fromkeys(map(family.to_stored, chosen)), list(both), fp32)
+    return Chosen(dict.fromkeys(map(family.to_stored, chosen)), list(both), fp32, scale_format)
 
 
 def _refuse(what: str, required: str, found: str, merged: Sequence[str]) -> None:
@@ -268,36 +222,38 @@ def _refuse(what: str, required: str, found: str, merged: Sequence[str]) -> None
     raise ConfigError(explain(f"FP8 export of {what}", required=required, found=found, fix=fix))
 
 
-def quantization_config(left: Sequence[str]) -> dict[str, Any]:
-    """The entry of config.json that vLLM and transformers read."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": list(left),
-    }
+def new_config(source: Source, fp8: bool, left: Sequence[str]) -> dict[str, Any]:
+    """The config.json of the export, with what vLLM and transformers read about FP8 layers."""
+    config = dict(source.config)
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config |= dict.fromkeys(named, "bfloat16")
+    if config.get(_SECOND_TOKEN):
+        config[_SECOND_TOKEN] = 0  # these blocks are not exported
+    if fp8:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(left),
+        }
+    return config
 
 
-def convert(name: str, tensor: Tensor, chosen: Chosen, scale_format: ScaleFormat) -> list[tuple[str, Tensor]]:
+def convert(name: str, tensor: Tensor, chosen: Chosen) -> dict[str, Tensor]:
     """Return the tensors written for one source tensor. Raises ModelError, with its name, for a NaN or Inf."""
     if not tensor.is_floating_point():
-        return [(name, tensor)]
+        return {name: tensor}
     value = tensor.float() if name in chosen.fp32 else tensor.to(torch.bfloat16)
-    if not bool(torch.isfinite(value).all()):
-        bad = int((~torch.isfinite(value)).sum())
-        raise ModelError(
-            explain(
-                f"tensor {name}",
-                required="finite values",
-                found=f"{bad} NaN or Inf among {value.numel()} in {'FP32' if name in chosen.fp32 else 'BF16'}",
-                fix="export an earlier checkpoint of the run",
-            )
-        )
+    bad = int((~torch.isfinite(value)).sum())
+    if bad:
+        found = f"{bad} NaN or Inf among {value.numel()} in {'FP32' if name in chosen.fp32 else 'BF16'}"
+        fix = "export an earlier checkpoint of the run"
+        raise ModelError(explain(f"tensor {name}", required="finite values", found=found, fix=fix))
     if name.removesuffix(".weight") not in chosen.layers:
-        return [(name, value)]
-    q, s_blocks = quantize_weight(value, scale_format)
-    return [(name, q), (name + SCALE_SUFFIX, s_blocks)]
+        return {name: value}
+    q, s_blocks = quantize_weight(value, chosen.scale_format)
+    return {name: q, name + SCALE_SUFFIX: s_blocks}
 
 
 def check_error(name: str, tensor: Tensor, q: Tensor, s_blocks: Tensor) -> float:
@@ -310,14 +266,8 @@ def check_error(name: str, tensor: Tensor, q: Tensor, s_blocks: Tensor) -> float
     s_NK = expand_weight_scale(s_blocks, q.shape[0]).repeat_interleave(BLOCK, 1)[:, : q.shape[1]].double()
     allowed = torch.maximum(value.abs() * 2.0**-4, s_NK * 2.0**-10) * (1 + 1e-6)
     if not bool((error <= allowed).all()):
-        worst = float((error / allowed).max())
-        raise ModelError(
-            explain(
-                f"{name} on disk",
-                required="an error within half a step of e4m3",
-                found=f"{worst:.3g} times that",
-                fix="report this as a bug of jetrl_patch",
-            )
-        )
+        found, fix = f"{float((error / allowed).max()):.3g} times that", "report this as a bug of jetrl_patch"
+        required = "an error within half a step of e4m3"
+        raise ModelError(explain(f"{name} on disk", required=required, found=found, fix=fix))
     noise, signal = float(error.pow(2).sum()), float(value.pow(2).sum())
     return float("inf") if noise == 0 else 10 * float(torch.log10(torch.tensor(signal / noise)))

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,9 +19,6 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_framework, check_python, installed_frameworks, require_torch
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.progress import Display
-
-if TYPE_CHECKING:
-    from jetrl_patch.session import PatchStatus
 
 __all__ = ["app", "main"]
 
@@ -58,22 +55,15 @@ def parity(context: typer.Context) -> None:
     raise typer.Exit(command.main(list(context.args)))
 
 
-@app.command(context_settings=_PASS_ON)
-def run(context: typer.Context) -> None:
-    """Run a program with the plugin enabled in all its processes: jetrl run --fp8-unified (-m MODULE | SCRIPT) ARGS..."""
-    launch.main("run", context.args)
+def _add_launcher(name: str, help: str) -> None:
+    @app.command(name, help=help, context_settings=_PASS_ON)
+    def run(context: typer.Context) -> None:
+        launch.main(name, context.args)
 
 
-@app.command(context_settings=_PASS_ON)
-def verl(context: typer.Context) -> None:
-    """Run verl's PPO/GRPO trainer: jetrl verl --fp8-unified ARGS..."""
-    launch.main("verl", context.args)
-
-
-@app.command(context_settings=_PASS_ON)
-def openrlhf(context: typer.Context) -> None:
-    """Run OpenRLHF's Ray trainer: jetrl openrlhf --fp8-unified ARGS..."""
-    launch.main("openrlhf", context.args)
+_add_launcher("run", "Run a program with the plugin in all its processes: jetrl run --fp8-unified (-m MODULE | SCRIPT) ARGS...")
+_add_launcher("verl", "Run verl's PPO/GRPO trainer: jetrl verl --fp8-unified ARGS...")
+_add_launcher("openrlhf", "Run OpenRLHF's Ray trainer: jetrl openrlhf --fp8-unified ARGS...")
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -116,9 +106,7 @@ def report(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="a run's folder or metrics file; NAME=PATH names the run")
     ],
-    out: Annotated[Path, typer.Option(help="folder for the page and charts, created if missing")] = Path(
-        "jetrl-report"
-    ),
+    out: Annotated[Path, typer.Option(help="folder for the page and charts, created if missing")] = Path("jetrl-report"),
     title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
     follow: Annotated[bool, typer.Option("--watch", help="rewrite the page while the runs continue, until Ctrl-C")] = False,
     every: Annotated[int, typer.Option(min=1, help="seconds between updates with --watch")] = 10,
@@ -172,24 +160,29 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
 def _status(as_json: bool) -> int:
     """Print what is supported and installed, and what the environment asks for. Returns 1 if a version is unsupported."""
     here = set(installed_frameworks())
-    rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
+    frameworks = {}
+    for name, (required, tested) in SUPPORTED.items():
+        found, state = "-", "not installed"
+        if name in here:
+            found, state = installed_version(name) or "unknown", "ok" if check_framework(name)[0] else "unsupported"
+        frameworks[name] = {"required": required, "tested": tested, "found": found, "state": state}
     environment.check_names()
     config = Config.from_env() if environment.opted_in() else None
-    finding, planned = ("", []) if config is None else _planned(config)
-    unsupported = [row for row in rows if row[4] == "unsupported"]
+    finding, planned = "", []
+    if config is not None:
+        from jetrl_patch.cli.doctor.checks import check_patches
+
+        check, planned = check_patches(config)
+        finding = check.finding
     if as_json:
-        frameworks = {
-            name: {"required": required, "tested": tested, "found": found, "state": state}
-            for name, required, tested, found, state in rows
-        }
         asked = None if config is None else dataclasses.asdict(config)
         patches = [dataclasses.asdict(patch) for patch in planned]
         print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked, "patches": patches}))
     else:
         print(f"jetrl_patch {VERSION}, Python {check_python()[1]}\n")
         print(f"{'framework':14}{'required':16}{'tested':10}{'installed':14}")
-        for name, required, tested, found, state in rows:
-            print(f"{name:14}{required:16}{tested:10}{found:14}{state}")
+        for name, row in frameworks.items():
+            print(f"{name:14}{row['required']:16}{row['tested']:10}{row['found']:14}{row['state']}")
         text = "asks for nothing (JETRL_ENABLED is not set)" if config is None else f"asks for {config}"
         print(f"\nthe environment {text}")
         if config is not None:
@@ -198,21 +191,7 @@ def _status(as_json: bool) -> int:
             print(f"fixes for bugs of other projects among them (upstream_fixes={config.fixes_upstream}): {len(fixes)}")
             for patch in fixes:
                 print(f"  {patch.fixes:11}{patch.target}  {patch.upstream}")
-    return 1 if unsupported else 0
-
-
-def _planned(config: Config) -> tuple[str, list[PatchStatus]]:
-    from jetrl_patch.cli.doctor.checks import check_patches
-
-    check, planned = check_patches(config)
-    return check.finding, planned
-
-
-def _finding(name: str, present: bool) -> tuple[str, str]:
-    if not present:
-        return "-", "not installed"
-    ok, _ = check_framework(name)
-    return installed_version(name) or "unknown", "ok" if ok else "unsupported"
+    return 1 if any(row["state"] == "unsupported" for row in frameworks.values()) else 0
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -24,35 +25,32 @@ from jetrl_patch.patching.guards import module_exists
 __all__ = ["COMMANDS", "main", "prepare", "program_problem", "run"]
 
 
-# ---- Refuse programs of a training framework that the plugin does not support, before they start -
+# ---- Refuse a program of a training framework that the plugin does not support ------------------
 
 def program_problem(target: str) -> JetrlError | None:
-    """Return the error for a program inside a framework's package that is not supported; None for any other.
+    """Return the error for an unsupported program of a framework's package; None for any other program.
 
-    Args:
-        target: dotted name of a module, or path of a script. Nothing is imported but the framework's adapter.
+    ``target`` is the dotted name of a module or the path of a script. This imports only the framework's adapter.
     """
     parts = re.split(r"[./\\\\]", target)
-    for framework in PROGRAMS:
-        if framework in parts:
-            return registry.trainer(framework).program_problem(target)
-    return None
+    framework = next((name for name in PROGRAMS if name in parts), None)
+    return registry.trainer(framework).program_problem(target) if framework else None
 
 
 # ---- Run a program in this process, as ``python SCRIPT`` or ``python -m MODULE`` would -----------
 # Staying in this process keeps exit status, signals, standard streams and process id the program's own.
 
 def prepare(target: str, is_module: bool) -> None:
-    """Put the program's folder first on ``sys.path``. Raises ConfigError if there is no such program.
-
-    The check imports nothing.
-    """
+    """Put the program's folder first on ``sys.path``. Raises ConfigError if there is no such program; imports nothing."""
     if not getattr(sys.flags, "safe_path", False):  # with safe_path Python adds no folder
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
         sys.path[0] = folder  # replaces the folder of the `jetrl` command
     if not is_module and not os.path.exists(target):
         raise ConfigError(explain("jetrl run", required=target, found="no such file", fix="give a script, or -m MODULE"))
-    if is_module and not _module_exists(target):
+    exists = not is_module
+    with contextlib.suppress(ImportError, ValueError):  # ValueError: a name with empty parts
+        exists = exists or module_exists(target)
+    if not exists:
         fix = "install it, or start from the folder that contains it"
         raise ConfigError(explain("jetrl run", required=f"-m {target}", found="no such module", fix=fix))
 
@@ -80,30 +78,21 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def _module_exists(name: str) -> bool:
-    try:
-        return module_exists(name)
-    except (ImportError, ValueError):  # a name with empty parts
-        return False
-
-
-# ---- ``jetrl run``, ``jetrl verl`` and ``jetrl openrlhf``: parse the command line, enable the plugin, run the program
+# ---- The command line ----------------------------------------------------------------------------
 
 COMMANDS = ("run", *PROGRAMS)
 
 
 def _options() -> str:
     """The usage text's lines on options: one for each setting with an option of its own, and one for ``--set``."""
-    lines = [(FLAG, "FP8 on both sides; can also be given among ARGS, before a lone --")]
-    for found in SETTINGS.values():
-        if found.option is not None:
-            lines.append((f"{found.flag} {found.option}".strip(), found.help))
-    lines.append(("--set KEY=VALUE", "any setting"))
-    return "\n".join(f"  {option:28} {text}" for option, text in lines)
+    lines = {FLAG: "FP8 on both sides; can also be given among ARGS, before a lone --"}
+    lines |= {f"{s.flag} {s.option}".strip(): s.help for s in SETTINGS.values() if s.option is not None}
+    lines["--set KEY=VALUE"] = "any setting"
+    return "\n".join(f"  {option:28} {text}" for option, text in lines.items())
 
 
 def _settings() -> str:
-    """The usage text's lines on settings: those to decide on first, with values and defaults, then the others by group."""
+    """The usage text's lines on settings: first the main ones with values and defaults, then the others by group."""
     lines = []
     for name in FIRST:
         found = SETTINGS[name]
@@ -163,59 +152,46 @@ def _wanted(launch: Launch) -> bool:
     """Whether the plugin is requested. Raises ConfigError for settings without a precision, and for unknown variables."""
     if "precision" in launch.overrides:
         if environment.switched_off():
-            raise ConfigError(
-                explain(
-                    "jetrl",
-                    required=f"precision {launch.overrides['precision']}",
-                    found=f"{environment.SWITCH}=0 in the environment, which disables the plugin",
-                    fix="drop one of the two",
-                )
-            )
+            required = f"precision {launch.overrides['precision']}"
+            found = f"{environment.SWITCH}=0 in the environment, which disables the plugin"
+            raise ConfigError(explain("jetrl", required=required, found=found, fix="drop one of the two"))
         return True
     if not environment.switched_off():
         environment.check_names()
     if environment.opted_in():
         return True
     if launch.overrides:
-        raise ConfigError(
-            explain(
-                "jetrl",
-                required=", ".join(f"{name}={value!r}" for name, value in launch.overrides.items()),
-                found="no precision, so nothing would be patched",
-                fix="add --fp8-unified or --precision NAME",
-            )
-        )
+        required = ", ".join(f"{name}={value!r}" for name, value in launch.overrides.items())
+        found, fix = "no precision, so nothing would be patched", "add --fp8-unified or --precision NAME"
+        raise ConfigError(explain("jetrl", required=required, found=found, fix=fix))
     return False
 
 
 def _say_unpatched(launch: Launch) -> None:
-    """Print that nothing is patched, and why. Of several ranks only rank 0 prints."""
-    if not _is_first():
-        return
+    """Print that nothing is patched, and why."""
     missing = f"no {FLAG}, no --precision and no {SETTINGS['precision'].variable}"
     why = f"{environment.SWITCH}=0" if environment.switched_off() else missing
     # verl loads the plugin, which patches if verl's own configuration asks for it
     unless = ", unless verl's configuration has a jetrl section" if launch.target == PROGRAMS["verl"] else ""
-    print(f"jetrl: {why}, so nothing is patched{unless}", file=sys.stderr, flush=True)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    _say(f"jetrl: {why}, so nothing is patched{unless}")
 
 
 def _enable(overrides: dict[str, Any]) -> None:
-    """Patch this process and list the patches on stderr, one per line. Of several ranks only rank 0 prints."""
+    """Patch this process and list the patches, one per line."""
     from jetrl_patch import session
 
     status = session.enable(**overrides)
-    if not _is_first():
-        return
     assert status.config is not None
     waiting = sum(patch.state == "waiting" for patch in status.patches)
     correction = "" if status.config.correction == "none" else f"correction {status.config.correction}, "
-    lines = [
+    _say(
         f"jetrl: precision {status.config.precision}, align {status.config.resolved_align}, {correction}"
-        f"{len(status.patches)} changes in process {status.pid}, of which {waiting} wait for an import"
-    ]
-    lines += [f"jetrl:   {patch.state:7}  {patch.target}" for patch in status.patches]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+        f"{len(status.patches)} changes in process {status.pid}, of which {waiting} wait for an import",
+        *(f"jetrl:   {patch.state:7}  {patch.target}" for patch in status.patches),
+    )
+
+
+def _say(*lines: str) -> None:
+    """Print on stderr. Of several ranks only rank 0 prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), file=sys.stderr, flush=True)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jetrl_patch import registry
-from jetrl_patch.cli.doctor.launch import judge
 from jetrl_patch.config import Config
 from jetrl_patch.trainer import record
+from tests.doctor.judged import judge
 from tests.models import config_of
 
 LINEAR, BF16 = Config(align="linear"), Config(precision="bf16")

@@ -107,7 +107,7 @@ def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.M
     monkeypatch.setattr(guards, "installed_version", lambda asked: "0.0.1" if asked == "openrlhf" else real(asked))
     found = doctor("--", *verl(model), status=1)  # enable() refuses this too
     assert named(found, "openrlhf")["state"] == "problem"
-    assert named(found, "openrlhf")["finding"].endswith("the plugin does not start beside it, although the command is verl's")
+    assert named(found, "openrlhf")["finding"].endswith("this stops the plugin, although the command runs verl")
     with pytest.raises(VersionError, match="openrlhf"):
         runtime.preview(Config())
 

@@ -10,11 +10,12 @@ import pytest
 
 from jetrl_patch.adapters import cpu
 from jetrl_patch.cli.doctor import launch
-from jetrl_patch.cli.doctor.launch import check_command, judge
+from jetrl_patch.cli.doctor.launch import check_command
 from jetrl_patch.config import Config
 from jetrl_patch.native import machine
 from jetrl_patch.trainer import preflight
 from jetrl_patch.trainer.rules import Check, Report
+from tests.doctor.judged import judge
 from tests.models import config_of
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"

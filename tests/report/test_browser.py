@@ -323,8 +323,8 @@ def test_text_can_be_read_on_both_grounds(page: Any, scheme: str) -> None:
     ratio = page.evaluate(
         """() => {
             const part = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-            const light = (colour) => {
-                const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => part(v / 255));
+            const light = (color) => {
+                const [r, g, b] = color.match(/[\\d.]+/g).map((v) => part(v / 255));
                 return 0.2126 * r + 0.7152 * g + 0.0722 * b;
             };
             const ground = light(getComputedStyle(document.querySelector("figure")).backgroundColor);

@@ -183,7 +183,8 @@ def test_a_last_line_that_was_cut_off_is_left_out(folder: Path) -> None:
         ("{broken", "line 2: not JSON"),
         ("[1, 2]", "line 2: required a JSON object, found list"),
         ('{"step": 1, "data": {}}', "line 2: a record needs precision and align"),
-        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: a record needs step and data"),
+        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: required an integer step"),
+    ('{"precision": "bf16", "align": "none", "seed": 0, "step": 1}', "line 2: a record needs data, or final"),
     ],
 )
 def test_a_wrong_line_is_an_error_that_names_it(tmp_path: Path, line: str, says: str) -> None:

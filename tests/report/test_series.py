@@ -55,17 +55,17 @@ def test_a_short_value_says_the_same(value: float) -> None:
     assert math.isclose(found, value, rel_tol=1e-4)
 
 
-def luminance(colour: str) -> float:
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+def luminance(color: str) -> float:
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize(("colours", "ground"), [(LIGHT, "#ffffff"), (DARK, "#171d28")])
-def test_every_line_stands_out_from_its_ground(colours: tuple[str, ...], ground: str) -> None:
-    for colour in colours:
-        low, high = sorted((luminance(colour), luminance(ground)))
-        assert (high + 0.05) / (low + 0.05) >= 3.0, colour
+@pytest.mark.parametrize(("colors", "ground"), [(LIGHT, "#ffffff"), (DARK, "#171d28")])
+def test_every_line_stands_out_from_its_ground(colors: tuple[str, ...], ground: str) -> None:
+    for color in colors:
+        low, high = sorted((luminance(color), luminance(ground)))
+        assert (high + 0.05) / (low + 0.05) >= 3.0, color
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 16])
@@ -73,10 +73,10 @@ def test_no_two_runs_look_the_same(count: int) -> None:
     styles = choose([Run("", "", 0, name=f"run {i}", source=f"run {i}") for i in range(count)])
     assert len(set(styles)) == count
     if count <= len(LIGHT):
-        assert len({style.colour for style in styles}) == count
+        assert len({style.color for style in styles}) == count
 
 
-def test_seeds_share_a_colour_and_arms_do_not() -> None:
+def test_seeds_share_a_color_and_arms_do_not() -> None:
     runs = [
         Run("bf16", "none", 0),
         Run("bf16", "none", 1),
@@ -84,8 +84,8 @@ def test_seeds_share_a_colour_and_arms_do_not() -> None:
         Run("fp8-rollout", "none", 0),
     ]
     a, b, c, d = choose(runs)
-    assert a.colour == b.colour and a.dash != b.dash
-    assert len({a.colour, c.colour, d.colour}) == 3
+    assert a.color == b.color and a.dash != b.dash
+    assert len({a.color, c.color, d.color}) == 3
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_seeds_share_a_colour_and_arms_do_not() -> None:
     [
         ("jetrl/scale/model.layers.0.mlp.down_proj/saturation", ("saturation", "model.layers.0.mlp.down_proj")),
         ("jetrl/scale/layers/0/mlp/amax_max", ("amax max", "layers/0/mlp")),
-        ("jetrl/monitor/sqnr_db/model.layers.3.q_proj", ("monitor sqnr db", "model.layers.3.q_proj")),
+        ("jetrl/monitor/model.layers.3.q_proj/sqnr_db", ("monitor sqnr db", "model.layers.3.q_proj")),
         ("jetrl/scale/saturation_max", ("saturation max", ALL_LAYERS)),
         ("jetrl/k3_kl", None),
         ("actor/grad/norm", None),

@@ -36,7 +36,7 @@ def test_the_file_of_verls_file_logger(tmp_path: Path) -> None:
     assert second == (2, 0.5)
 
 
-def test_verls_console_log_with_rays_colours_and_prefixes(tmp_path: Path) -> None:
+def test_verls_console_log_with_rays_colors_and_prefixes(tmp_path: Path) -> None:
     text = (
         "(TaskRunner pid=7) some text with step: 3 in it\n"
         "\x1b[36m(TaskRunner pid=7)\x1b[0m step:0 - val-core/words/acc/mean@1:np.float64(0.25)\n"

@@ -20,12 +20,10 @@ from jetrl_patch.patching import guards
 from jetrl_patch.session import PatchStatus
 from jetrl_patch.trainer.rules import Check, from_error
 
-__all__ = [
-    "FRAMEWORKS", "check_flash_attn", "check_machine", "check_patches", "check_versions", "is_cpu_run", "stopped",
-]  # fmt: skip
+__all__ = ["FRAMEWORKS", "check_flash_attn", "check_machine", "check_patches", "check_versions", "stopped"]
 
 
-# ---- Check installed versions against the table of supported ones, and advise what the framework in use pins. Imports nothing
+# ---- Compare the installed versions with the supported ones, and advise what the framework in use pins. Imports nothing
 
 #: framework -> what its runs need in addition to torch, transformers and vllm
 FRAMEWORKS = {"verl": ("verl", "ray"), "openrlhf": ("openrlhf", "ray", "deepspeed")}
@@ -35,8 +33,8 @@ _ALWAYS = ("torch", "transformers", "vllm")
 def check_versions(framework: str | None) -> Iterator[Check]:
     """Check Python and each package. ``framework`` is that of the command, None without a command.
 
-    An unsupported version stops every ``enable()``, also one of a framework that the command does not use; a missing package
-    stops only the runs that need it.
+    An unsupported version stops every ``enable()``, even if the command does not use that framework; a missing package stops
+    only the runs that need it.
     """
     ok, found = check_python()
     yield Check("python", "ok" if ok else "problem", found, "" if ok else "use a newer Python")
@@ -48,11 +46,17 @@ def check_versions(framework: str | None) -> Iterator[Check]:
         pin = _pin(name, only, here)
         ok, found = check_framework(name)
         if ok:
-            yield _supported(name, found, only, pin)
+            finding = f"{found}, supported {SUPPORTED[name][0]}"
+            required = _required(only, name)
+            if pin and not required.contains(found, prereleases=True):
+                finding += f", but {only} {guards.installed_version(only)} requires {required}"
+                yield Check(name, "warning", finding, pin)
+            else:
+                yield Check(name, "ok", finding)
         elif name in needed or guards.is_installed(name):
             finding, fix = split_fix(found)
             if framework and name in FRAMEWORKS and name != framework:
-                finding += f"; the plugin does not start beside it, although the command is {framework}'s"
+                finding += f"; this stops the plugin, although the command runs {framework}"
             if not used and name in FRAMEWORKS:
                 fix = f"install the framework that you train with: {' or '.join(FRAMEWORKS)}"
             yield Check(name, "problem", finding, pin or fix)
@@ -62,23 +66,13 @@ def check_versions(framework: str | None) -> Iterator[Check]:
 
 
 def stopped(found: Collection[Check]) -> dict[str, str]:
-    """Framework -> the missing package that stops its runs, where those of another installed framework would start."""
+    """Framework -> the missing package that stops its runs, if runs of another installed framework would start."""
     missing = any(check.name == "deepspeed" and check.state == "warning" for check in found)
     return {name: "deepspeed" for name, packages in FRAMEWORKS.items() if missing and "deepspeed" in packages}
 
 
-def _supported(name: str, found: str, framework: str, pin: str) -> Check:
-    """A supported version. It is a warning where the framework in use requires another one and can have it."""
-    finding = f"{found}, supported {SUPPORTED[name][0]}"
-    required = _required(framework, name)
-    if pin and not required.contains(found, prereleases=True):
-        finding += f", but {framework} {guards.installed_version(framework)} requires {required}"
-        return Check(name, "warning", finding, pin)
-    return Check(name, "ok", finding)
-
-
 def _pin(name: str, framework: str, here: Collection[str]) -> str:
-    """Advice to install what a framework pins; empty if it pins no version that the plugin and all that is installed accept."""
+    """Advice to install what a framework pins; empty without a pin that the plugin and all installed frameworks accept."""
     pinned = next((spec.version for spec in _required(framework, name, "vllm") if spec.operator == "=="), "")
     accepted = [SpecifierSet(SUPPORTED[name][0] if name in SUPPORTED else ""), *(_required(other, name) for other in here)]
     if not pinned or not all(versions.contains(pinned) for versions in accepted):
@@ -115,11 +109,6 @@ def _deepspeed(used: Collection[str], pin: str) -> Check:
 
 # ---- Check this machine: accelerator, compiler, GEMM backend, flash-attn -------------------------
 
-def is_cpu_run(config: Config) -> bool:
-    """Whether the run computes on the CPU, by setting or because the installed vLLM is a CPU build."""
-    return registry.platform().is_cpu_run(config)
-
-
 def check_machine(config: Config) -> Iterator[Check]:
     """Check the device, the compiler, the backend, and whether exact alignment works on the device."""
     if guards.installed_version("torch") is None:
@@ -129,7 +118,7 @@ def check_machine(config: Config) -> Iterator[Check]:
     if not ok:
         yield Check("device", "problem", found, "install torch anew, in a build for this machine")
         return
-    on_cpu = is_cpu_run(config)
+    on_cpu = registry.platform().is_cpu_run(config)
     yield _device(config, on_cpu)
     if on_cpu:
         yield _compiler()
@@ -144,12 +133,12 @@ def check_machine(config: Config) -> Iterator[Check]:
             yield from_error("exact alignment", error)
 
 
-#: what serves on every GPU, as docs/install.md says it
+#: what works on every GPU, in the words of docs/install.md
 _ANY_GPU = f"use {UNQUANTIZED} or 'fp16' on this GPU; for FP8 use an H100 or H200"
 
 
 def _device(config: Config, on_cpu: bool) -> Check:
-    """The device, and what the precision can do on it: vLLM refuses a format on a GPU older than the format's least."""
+    """The device, and whether it can run the precision: for each format, vLLM refuses GPUs below a compute capability."""
     if on_cpu:
         return Check("device", "ok", "CPU (the installed vLLM is a CPU build, or platform='cpu')")
     ok, found = machine.check_cuda()
@@ -206,7 +195,7 @@ def check_flash_attn(on_cpu: bool, needed_by: str | None) -> Check:
     return Check("flash-attn", "warning", finding, "install flash-attn, or check the command (`jetrl doctor -- …`)")
 
 
-# ---- List the patches that ``enable()`` would apply, without applying them -----------------------
+# ---- List the patches that ``enable()`` would apply ----------------------------------------------
 
 def check_patches(config: Config) -> tuple[Check, list[PatchStatus]]:
     """Run the checks of ``enable()`` on versions, settings and targets. Imports no framework and changes nothing."""

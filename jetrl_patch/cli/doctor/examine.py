@@ -24,7 +24,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import SILENT, Progress
-from jetrl_patch.trainer.rules import Check, Memory, Report, from_error
+from jetrl_patch.trainer.rules import Check, Report, from_error
 
 __all__ = ["examine", "show"]
 
@@ -37,20 +37,20 @@ _STYLES = {
 }  # fmt: skip
 #: the states of each part of the table; a line between two parts
 _PARTS = (("problem",), ("unknown", "warning"), ("change",), ("ok", "skipped"))
-#: checks that say, where they are ok, what a run would change
+#: these checks say, if they are ok, what a run would change
 _CHANGES = ("patches", *(f"{name} changes" for name in checks.FRAMEWORKS))
 
 
 def show(report: Report, console: Console | None = None) -> None:
     """Print the checks, what to do about them, what a run would change, and the verdict."""
     console = console or Console()
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("finding", overflow="fold")
+    table = _table("check", "", "finding")
     # a command that nothing switches on changes nothing
     enabled = all(check.state == "ok" for check in report.checks if check.name == "switched on")
-    rows = [("change" if enabled and _is_change(check) else check.state, check) for check in report.checks]
+    rows = [
+        ("change" if enabled and check.state == "ok" and check.name in _CHANGES else check.state, check)
+        for check in report.checks
+    ]
     for part in _PARTS:
         for state, check in sorted((row for row in rows if row[0] in part), key=lambda row: part.index(row[0])):
             finding = _patches(report) if check.name == "patches" and state == "change" else check.finding
@@ -59,20 +59,22 @@ def show(report: Report, console: Console | None = None) -> None:
         table.add_section()
     console.print(table)
     if report.memory:
-        console.print(_memory(report.memory))
+        estimate = _table("side", "what", "", "from", title="memory on each rank, an estimate")
+        estimate.columns[2].justify = "right"
+        for row in report.memory:
+            estimate.add_row(row.side, row.what, "?" if row.bytes is None else _size(row.bytes), escape(row.how))
+        console.print(estimate)
         console.print(f"[dim]{memory.NOT_COUNTED}[/]")
-    colour = {True: "green", False: "red", None: "magenta"}[report.starts]
-    console.print(f"[bold {colour}]{report.verdict}[/]")
+    color = {True: "green", False: "red", None: "magenta"}[report.starts]
+    console.print(f"[bold {color}]{report.verdict}[/]")
 
 
-def _memory(rows: Sequence[Memory]) -> Table:
-    table = Table(title="memory on each rank, an estimate", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("side", no_wrap=True)
-    table.add_column("what", no_wrap=True)
-    table.add_column("", no_wrap=True, justify="right")
-    table.add_column("from", overflow="fold")
-    for row in rows:
-        table.add_row(row.side, row.what, "?" if row.bytes is None else _size(row.bytes), escape(row.how))
+def _table(*columns: str, title: str | None = None) -> Table:
+    """A table in which only the last column wraps."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for column in columns[:-1]:
+        table.add_column(column, no_wrap=True)
+    table.add_column(columns[-1], overflow="fold")
     return table
 
 
@@ -83,33 +85,28 @@ def _size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _counted(number: int) -> str:
-    return f"{number} patch" if number == 1 else f"{number} patches"
-
-
-def _is_change(check: Check) -> bool:
-    return check.state == "ok" and check.name in _CHANGES
-
-
 def _patches(report: Report) -> str:
-    """The patches of this run, a line for each package; those of a framework that the command does not use are left out."""
+    """The patches of this run, one line per package, without those of a framework that the command does not use."""
     used = checks.FRAMEWORKS.get(report.framework or "", ())
     idle = {package for packages in checks.FRAMEWORKS.values() for package in packages if used and package not in used}
     found = [(re.split("[.:]", patch.target)[0], bool(patch.fixes)) for patch in report.patches]
     counts = Counter(package for package, _ in found if package not in idle)
     fixes = Counter(package for package, is_fix in found if is_fix)
+
+    def counted(number: int) -> str:
+        return f"{number} patch{'es' * (number != 1)}"
+
     lines = [
-        f"{package}: {_counted(number)}" + (f" (bug fixes: {fixes[package]})" if fixes[package] else "")
-        for package, number in counts.most_common()
-        if package in SUPPORTED
-    ]
+        f"{package}: {counted(number)}" + (f" (bug fixes: {fixes[package]})" if fixes[package] else "")
+        for package, number in counts.most_common() if package in SUPPORTED
+    ]  # fmt: skip
     rest = [package for package in counts if package not in SUPPORTED]
     if rest:
-        lines.append(f"{', '.join(rest)}: {_counted(sum(counts[package] for package in rest))}")
+        lines.append(f"{', '.join(rest)}: {counted(sum(counts[package] for package in rest))}")
     return "\n".join([*lines, "--json lists each with its reason"])
 
 
-# ---- Run all checks in order: versions, settings, machine, patches, and the command. A problem does not end the examination
+# ---- Run all checks in order: versions, settings, machine, patches, and the command --------------
 
 _START = {"verl": "jetrl verl --fp8-unified …", "openrlhf": "jetrl openrlhf --fp8-unified …"}
 
@@ -130,92 +127,92 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
         report.checks.append(from_error("command", error))
         return report
     report.framework = started.framework if started else None
+    environ = {**os.environ, **(started.environ if started else {})}
     report.checks += check_versions(report.framework)
     report.stopped = checks.stopped(report.checks)
     if started is not None:
         report.checks += check_command(started.before)
-        if not check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
+        if not check_torch()[0]:  # reading the arguments imports torch, and so do the frameworks
             report.checks.append(Check("command", "skipped", "its arguments cannot be read without torch (see below)"))
             started = None
     progress.stage("reading the settings")
-    arguments, config = _settings(report, overrides, started)
+    arguments, config = _settings(report, overrides, started, environ)
     report.config = config
     progress.stage("checking the machine")
     report.checks += checks.check_machine(config)
-    framework = started.framework if started is not None and arguments is not None else None
-    needs = registry.trainer(framework).needs_flash_attn(arguments) if framework is not None else None
-    report.checks.append(checks.check_flash_attn(checks.is_cpu_run(config), needs))
+    framework = report.framework if arguments is not None else None
+    needs = registry.trainer(framework).needs_flash_attn(arguments) if framework else None
+    report.checks.append(checks.check_flash_attn(registry.platform().is_cpu_run(config), needs))
     progress.stage("checking the patches")
     check, report.patches = check_patches(config)
     report.checks.append(check)
-    if started is not None and framework is not None:
+    if framework:
         progress.stage("checking the command")
-        environ = {**os.environ, **started.environ}
         report.checks += check_launch(framework, arguments, config, environ)
-        said = {check.finding for check in report.checks}  # an error in verl's jetrl section is reported by its settings as well
-        report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in said]
+        known = {check.finding for check in report.checks}  # check_settings repeats an error in verl's jetrl section
+        report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in known]
         trainer = registry.trainer(framework)
         report.memory = memory.estimate(trainer.model_path(arguments)[0], trainer.layout(arguments, config), config)
     return report
 
 
-def _settings(report: Report, overrides: dict[str, Any], started: Started | None) -> tuple[Any, Config]:
+def _settings(
+    report: Report, overrides: dict[str, Any], started: Started | None, environ: dict[str, str]
+) -> tuple[Any, Config]:
     """The framework's own settings (None if unknown), and the plugin's from options, environment or command.
 
-    A wrong setting is a problem and is then left out, so that everything else is checked as well.
+    A wrong setting is a problem and is then ignored, so that everything else is checked as well.
     """
-    environ = {**os.environ, **(started.environ if started else {})}
     given = {**(started.overrides if started else {}), **overrides}
     arguments: Any = None
     config, wrong = usable(environ, given)
     report.checks += [from_error("settings", error) for error in wrong]
     known = environment.VARIABLES
     environ = {name: value for name, value in environ.items() if not name.startswith(environment.PREFIX) or name in known}
-    source = "options, then the environment" if given else "the environment" if _opted_in(environ) else "the defaults"
+    opted_in = _opted_in(environ)
+    source = "options, then the environment" if given else "the environment" if opted_in else "the defaults"
     if started is not None:
         arguments = _arguments(report, started)
+        trainer = registry.trainer(started.framework) if started.framework and arguments is not None else None
         by_settings = False
-        if started.framework and arguments is not None and not _opted_in(environ) and not given:
+        if trainer is not None and not opted_in and not given:
             try:
-                section = registry.trainer(started.framework).asked_for(arguments, environ)
+                section = trainer.asked_for(arguments, environ)
                 if section is not None:
                     by_settings, config, source = True, section, f"{started.framework}'s configuration"
             except JetrlError as error:
                 by_settings = True
                 report.checks.append(from_error("settings", error))
         report.checks.append(_switched_on(started, environ, by_settings))
-        if started.framework and arguments is not None:
-            config = registry.trainer(started.framework).chosen(arguments, config)
+        if trainer is not None:
+            config = trainer.chosen(arguments, config)
     name = "judged with" if any(check.name == "settings" for check in report.checks) else "settings"
-    report.checks.append(Check(name, "ok", f"{_words(config)} (from {source})"))
+    words = f"precision {config.precision}, align {config.resolved_align}, scales {config.scale_format}"
+    report.checks.append(Check(name, "ok", f"{words} (from {source})"))
     return arguments, config.resolved()
 
 
 def _arguments(report: Report, started: Started) -> Any:
     """The framework's own configuration; None if it cannot be read, which a check then explains."""
-    problem = program_problem(started.target)
-    if problem is not None:
-        report.checks.append(from_error("command", problem))
-        return None
-    if started.framework is None:
+    arguments, trainer = None, registry.trainer(started.framework) if started.framework else None
+    if problem := program_problem(started.target):
+        check = from_error("command", problem)
+    elif trainer is None:
         finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
-        report.checks.append(Check("command", "unknown", finding))
-        return None
-    known = registry.trainer(started.framework).programs
-    if started.target not in known:
-        only = " and ".join(known)
+        check = Check("command", "unknown", finding)
+    elif started.target not in trainer.programs:
+        only = " and ".join(trainer.programs)
         finding = f"{started.target} belongs to {started.framework}, but only the arguments of {only} can be checked"
-        report.checks.append(Check("command", "unknown", finding))
-        return None
-    if not is_installed(started.framework):
-        report.checks.append(Check("command", "skipped", f"{started.target}: {started.framework} is not installed"))
-        return None
-    try:
-        arguments = registry.trainer(started.framework).read(started.arguments, started.target)
-    except JetrlError as error:
-        report.checks.append(from_error("command", error))
-        return None
-    report.checks.append(Check("command", "ok", f"{started.target}, {len(started.arguments)} arguments read"))
+        check = Check("command", "unknown", finding)
+    elif not is_installed(started.framework or ""):
+        check = Check("command", "skipped", f"{started.target}: {started.framework} is not installed")
+    else:
+        try:
+            arguments = trainer.read(started.arguments, started.target)
+            check = Check("command", "ok", f"{started.target}, {len(started.arguments)} arguments read")
+        except JetrlError as error:
+            check = from_error("command", error)
+    report.checks.append(check)
     return arguments
 
 
@@ -223,12 +220,8 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
     """Whether the command would run patched at all."""
     name, by_environment, by_option = "switched on", _opted_in(environ), "precision" in started.overrides
     if by_option and not by_environment and environ.get(environment.SWITCH, "").strip():
-        return Check(
-            name,
-            "problem",
-            f"the command sets a precision, but {environment.SWITCH}=0 disables the plugin",
-            "drop one of the two",
-        )
+        finding = f"the command sets a precision, but {environment.SWITCH}=0 disables the plugin"
+        return Check(name, "problem", finding, "drop one of the two")
     if started.overrides and not by_option and not by_environment:
         finding = f"{', '.join(started.overrides)} without a precision, so nothing would be patched"
         return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
@@ -239,22 +232,14 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
     if by_environment:
         finding = "the environment enables jetrl_patch, but only vLLM and verl load it: half of the run would be unpatched"
         return Check(name, "problem", finding, f"start it with `{_START.get(started.framework or '', 'jetrl run …')}`")
-    way = _START.get(started.framework or "", "jetrl run --fp8-unified …")
-    return Check(
-        name,
-        "warning",
-        "nothing enables jetrl_patch: the command would run unpatched",
-        f"use `{way}`" + (", JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else ""),
-    )
+    way = f"use `{_START.get(started.framework or '', 'jetrl run --fp8-unified …')}`"
+    fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else way
+    return Check(name, "warning", "nothing enables jetrl_patch: the command would run unpatched", fix)
 
 
 def _opted_in(environ: Mapping[str, str]) -> bool:
-    """As ``env.opted_in``; a malformed switch, which is a problem of its own, counts as off."""
+    """As ``environment.opted_in``; a malformed switch, which is a problem of its own, counts as off."""
     try:
         return environment.opted_in(environ)
     except JetrlError:
         return False
-
-
-def _words(config: Config) -> str:
-    return f"precision {config.precision}, align {config.resolved_align}, scales {config.scale_format}"

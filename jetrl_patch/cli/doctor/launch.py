@@ -1,14 +1,15 @@
-"""A launch command: which framework it starts, with which arguments and settings, its needs on this machine, and a verdict."""
+"""A launch command: the framework that it starts, its arguments and settings, and whether they work on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,43 +23,48 @@ from jetrl_patch.registry import Needs, Place
 from jetrl_patch.trainer.preflight import is_hub_id, local_folder
 from jetrl_patch.trainer.rules import Check, from_error
 
-__all__ = ["Started", "check_command", "check_launch", "check_settings", "judge", "recognise", "usable"]
+__all__ = ["Started", "check_command", "check_launch", "check_settings", "recognise", "usable"]
 
 
-# ---- The valid ones of the plugin's settings, and an error for each of the others ---------
+# ---- Which of the plugin's settings are valid, and an error for each of the others ----------------
 
 def usable(environ: Mapping[str, str], given: Mapping[str, Any]) -> tuple[Config, list[JetrlError]]:
     """The settings of an environment and of options (``given``) without the wrong ones, and all errors."""
     errors: list[JetrlError] = []
-    _tried(lambda: environment.check_names(environ), errors)
-    _tried(lambda: environment.opted_in(environ), errors)
+    for check in (environment.check_names, environment.opted_in):
+        with _collected(errors):
+            check(environ)
     known = {name: environ[name] for name in environment.FIELDS if name in environ}
-    whole: list[JetrlError] = []
-    config = _tried(lambda: Config.from_env(known, **given), whole)
-    if config is not None:
-        return config, errors
+    together: list[JetrlError] = []
+    with _collected(together):
+        return Config.from_env(known, **given), errors
     single: list[JetrlError] = []
-    right = {name: text for name, text in known.items() if _tried(lambda n=name, t=text: _alone(n, t), single)}  # type: ignore[misc]
-    # settings that are valid alone and contradict each other are one error
-    config = _tried(lambda: Config.from_env(right, **given), [])
-    return config or _tried(lambda: Config(**given), []) or Config(), [*errors, *(single or whole)]
+    valid = {}
+    for name, text in known.items():
+        with _collected(single):
+            _check_alone(environment.FIELDS[name], name, text)
+            valid[name] = text
+    errors += single or together
+    for left in (valid, {}):  # settings that are valid alone may contradict each other
+        with contextlib.suppress(JetrlError):
+            return Config.from_env(left, **given), errors
+    return Config(), errors
 
 
-def _alone(name: str, text: str) -> bool:
-    """Judge one variable. One that needs another setting is only read."""
-    if SETTINGS[environment.FIELDS[name]].joint:
-        from_text({environment.FIELDS[name]: text})
+def _check_alone(setting: str, name: str, text: str) -> None:
+    """Raise JetrlError if a variable is wrong, whatever the others are. One that needs another setting is only parsed."""
+    if SETTINGS[setting].joint:
+        from_text({setting: text})
     else:
         Config.from_env({name: text})
-    return True
 
 
-def _tried(check: Callable[[], Any], errors: list[JetrlError]) -> Any:
+@contextlib.contextmanager
+def _collected(errors: list[JetrlError]) -> Iterator[None]:
     try:
-        return check()
+        yield
     except JetrlError as error:
         errors.append(error)
-        return None
 
 
 # ---- Parse a launch command: which framework it starts, with which arguments and which settings of the plugin
@@ -72,16 +78,14 @@ class Started:
     """A parsed command.
 
     Attributes:
-        framework: "verl", "openrlhf", or None for anything else.
-        target: dotted name of the module, or path of the script.
+        target: dotted name of the module, or path of the script; the whole command if it starts neither.
         arguments: the arguments of the target.
         overrides: fields of ``Config`` from the command's ``jetrl`` options.
-        by_us: whether ``jetrl`` starts it, which patches the driver for any framework.
+        by_us: whether ``jetrl`` starts it, which patches the driver of every framework.
         environ: variable assignments before the command, also those of ``env``.
         before: the other words before the program: wrappers, and the interpreter with its options.
     """
 
-    framework: str | None
     target: str
     arguments: list[str]
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -89,39 +93,41 @@ class Started:
     environ: dict[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()
 
+    @property
+    def framework(self) -> str | None:
+        """The framework whose module the target is: "verl", "openrlhf", or None."""
+        root = self.target.partition(".")[0]
+        return root if root in PROGRAMS and not self.target.endswith(".py") else None
+
 
 def recognise(command: Sequence[str]) -> Started:
     """Find ``-m MODULE``, ``SCRIPT.py`` or ``jetrl`` after any wrapper (env, torchrun, ray job submit …).
 
-    A single word with blanks is split as a whole command line. Raises ConfigError for invalid options of ``jetrl``.
+    A single word with blanks is split like a command line. Raises ConfigError for invalid options of ``jetrl``.
     """
     words = shlex.split(command[0]) if len(command) == 1 and " " in command[0] else list(command)
     environ: dict[str, str] = {}
     before: list[str] = []
     for i, word in enumerate(words):
         rest = words[i + 1 :]
-        module = rest[0] if word == "-m" and rest else ""
+        module = rest.pop(0) if word == "-m" and rest else ""
         if PurePath(word).name == "jetrl" or module in _OURS:
-            return replace(_ours(rest[1:] if module else rest, environ), before=tuple(before))
-        if module and not module.startswith("-"):
-            return Started(_framework(module), module, rest[1:], environ=environ, before=tuple(before))
-        if word.endswith(".py"):
-            target = _module_of(word)
-            return Started(_framework(target), target, rest, environ=environ, before=tuple(before))
-        assignment = _ASSIGNMENT.fullmatch(word)
-        if assignment:
+            return replace(_ours(rest), environ=environ, before=tuple(before))
+        if (module and not module.startswith("-")) or word.endswith(".py"):
+            return Started(module or _module_of(word), rest, environ=environ, before=tuple(before))
+        if assignment := _ASSIGNMENT.fullmatch(word):
             environ[assignment[1]] = assignment[2]
         elif word != "env":
             before.append(word)
-    return Started(None, " ".join(words), [], environ=environ)
+    return Started(" ".join(words), [], environ=environ)
 
 
-def _ours(words: list[str], environ: dict[str, str]) -> Started:
+def _ours(words: list[str]) -> Started:
     if not words or words[0] not in ("run", *PROGRAMS):
-        return Started(None, " ".join(["jetrl", *words[:1]]), words[1:], environ=environ)
+        return Started(" ".join(["jetrl", *words[:1]]), words[1:])
     launch = split(words[0], words[1:])
     target = launch.target if launch.is_module else _module_of(launch.target)
-    return Started(_framework(target), target, list(launch.arguments), launch.overrides, True, environ)
+    return Started(target, list(launch.arguments), launch.overrides, by_us=True)
 
 
 def _module_of(script: str) -> str:
@@ -130,12 +136,7 @@ def _module_of(script: str) -> str:
     return next((module for module in PROGRAMS.values() if dotted.endswith(module)), script)
 
 
-def _framework(target: str) -> str | None:
-    root = target.split(".")[0]
-    return root if root in PROGRAMS and not target.endswith(".py") else None
-
-
-# ---- What a launch needs on its machine: GPUs, models, data, the environment of its processes ----
+# ---- What a launch needs on this machine: GPUs, models, data, the environment of its processes ----
 
 _DATA = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
@@ -148,14 +149,9 @@ _ELSEWHERE = (
 
 
 def check_command(words: Sequence[str]) -> Iterator[Check]:
-    """Check the words before the program: whether they start it with this Python.
-
-    Args:
-        words: wrappers, interpreter and its options; without the program and its arguments.
-    """
+    """Check whether the words before the program (wrappers, interpreter and its options) start it with this Python."""
     names = [word for word in words if not word.startswith("-")]
-    outer = next((word for word in names if PurePath(word).name in _ELSEWHERE), "")
-    if outer:
+    if any(PurePath(word).name in _ELSEWHERE for word in names):
         finding = f"`{shlex.join(words)}` has an environment of its own, of which nothing was checked"
         yield Check("environment", "unknown", finding, f"run jetrl doctor inside it: `{_inside(words)}`")
         return
@@ -170,40 +166,15 @@ def check_command(words: Sequence[str]) -> Iterator[Check]:
             yield Check("environment", "unknown", finding, f"run `{found} -m jetrl_patch doctor -- …`, or write {sys.executable}")
 
 
-def check_needs(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str, str]) -> Iterator[Check]:
-    """Check everything in ``needs``; one check for each thing that is there or missing."""
-    yield _gpus(framework, needs, on_cpu, environ)
-    for place in needs.models:
-        yield _model(place, framework)
-    folder = local_folder(needs.tokenizer.path)
-    if folder and not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
-        found = f"none of {', '.join(_TOKENIZERS)} in the folder"
-        yield _missing("tokenizer", needs.tokenizer, found, "save the tokenizer there")
-    yield from _data(needs)
-    for place in needs.files:
-        if not Path(place.path).is_file():
-            yield _missing("code", place, "no such file", f"check {place.setting}")
-    if needs.resumes.path:
-        yield _resumed(needs.resumes)
-    if needs.interpreter.path:
-        yield _interpreter(needs.interpreter)
-
-
-def check_policy(path: str, setting: str, framework: str) -> Check:
-    """Check the model that is trained."""
-    return _model(Place(setting, path), framework)
-
-
 def _missing(name: str, place: Place, found: str, fix: str) -> Check:
     return Check(name, "problem", f"{place.setting}={place.path or None}: {found}", fix)
 
 
 def _gpus(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str, str]) -> Check:
-    """Compare Ray's placement with what there is. A CPU run places its processes by logical GPUs."""
+    """Compare Ray's placement with the GPUs here. A CPU run places its processes by logical GPUs."""
     total = sum(pool.per_node * pool.nodes for pool in needs.pools)
     asked = ", ".join(f"{setting}={each} on {nodes} node{'s' * (nodes != 1)}" for setting, each, nodes in needs.pools)
-    kind = "logical GPUs" if on_cpu else "GPUs"
-    required = f"{total} {kind} required ({asked})"
+    required = f"{total} {'logical GPUs' if on_cpu else 'GPUs'} required ({asked})"
     address = needs.cluster.path or environ.get("RAY_ADDRESS", "")
     if address not in ("", "local"):
         return Check("GPUs", "unknown", f"{required}; the Ray cluster at {address} was not asked", "ask it with `ray status`")
@@ -211,12 +182,10 @@ def _gpus(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str, str]
     here = registry.platform().logical_gpus(framework) if on_cpu else machine.count_gpus()
     if told is not None:
         here = int(told) if on_cpu else min(int(told), here)
-    nodes = max((pool.nodes for pool in needs.pools), default=1)
-    if nodes > 1 and not on_cpu:
-        most = max(pool.per_node for pool in needs.pools)
-        if most <= here:
-            fix = "start Ray on all nodes first, and ask it with `ray status`"
-            return Check("GPUs", "unknown", f"{required}; this node has {here}, the others were not seen", fix)
+    several = any(pool.nodes > 1 for pool in needs.pools) and not on_cpu
+    if several and max(pool.per_node for pool in needs.pools) <= here:
+        fix = "start Ray on all nodes first, and ask it with `ray status`"
+        return Check("GPUs", "unknown", f"{required}; this node has {here}, the others were not checked", fix)
     if total <= here:
         return Check("GPUs", "ok", f"{required}, {here} found")
     fix = f"set +{setting}={total}, or ask for fewer" if on_cpu and told is None else "ask for fewer, or use a larger machine"
@@ -226,10 +195,9 @@ def _gpus(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str, str]
 def _model(place: Place, framework: str) -> Check:
     setting, path = place
     if path.startswith("~"):
-        fix = f"write the whole path in {setting}"
-        return _missing("model", place, f"neither {framework} nor transformers replaces the ~", fix)
-    folder = local_folder(path)
-    if folder:
+        found = f"neither {framework} nor transformers replaces the ~"
+        return _missing("model", place, found, f"write the whole path in {setting}")
+    if folder := local_folder(path):
         if not (Path(folder) / "config.json").is_file():
             return _missing("model", place, f"no config.json in {folder}", "give the folder of a complete checkpoint")
         if not any(next(Path(folder).glob(pattern), None) for pattern in _WEIGHTS):
@@ -241,9 +209,15 @@ def _model(place: Place, framework: str) -> Check:
     if not is_hub_id(path):
         return _missing("model", place, "no such folder", f"check {setting}")
     if os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on"):
-        return _missing("model", place, "neither a folder nor in the cache, and HF_HUB_OFFLINE forbids to download it", download)
+        return _missing("model", place, "neither a folder nor in the cache, and HF_HUB_OFFLINE forbids downloads", download)
     finding = f"{path!r} is neither a folder nor in the cache, so the model's family and its split were not checked"
     return Check("model", "unknown", finding, download)
+
+
+def _tokenizer(place: Place) -> Iterator[Check]:
+    folder = local_folder(place.path)
+    if folder and not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
+        yield _missing("tokenizer", place, f"none of {', '.join(_TOKENIZERS)} in the folder", "save the tokenizer there")
 
 
 def _data(needs: Needs) -> Iterator[Check]:
@@ -265,7 +239,7 @@ def _data(needs: Needs) -> Iterator[Check]:
 
 
 def _resumed(place: Place) -> Check:
-    """The checkpoint that the run resumes from. Its record is compared with the settings where the settings are checked."""
+    """The checkpoint that the run resumes from. ``check_settings`` compares its record with the settings."""
     if os.path.isdir(place.path):
         return Check("checkpoint", "ok", f"the run resumes from {place.path}")
     finding = f"{place.setting}: the run resumes from {place.path}, and there is no such folder here"
@@ -295,57 +269,42 @@ def _is_this(program: str) -> bool:
     return Path(program).absolute().parent == Path(sys.executable).absolute().parent
 
 
-# ---- Judge a launch by the framework's adapter (``jetrl_patch.registry.Trainer``): its settings, and its machine
+# ---- Judge a launch through the framework's adapter (``jetrl_patch.registry.Trainer``) -----------
 
-def judge(framework: str, arguments: Sequence[str], config: Config, *, here: bool = True) -> list[Check]:
-    """Judge a launch of a framework. All problems are found, not the first alone.
-
-    Args:
-        framework: "verl" or "openrlhf".
-        arguments: the arguments of the framework's trainer (``config.arguments.PROGRAMS``).
-        config: the plugin's settings.
-        here: whether it would start on this machine, with its GPUs, files and models; else only the settings are judged.
-
-    Returns:
-        The checks. A run would not start if the state of one is "problem"; if there is none, a state "unknown" says that it
-        cannot be told; otherwise it would start (``Report(checks=…).starts``).
-    """
-    try:
-        settings = registry.trainer(framework).read(arguments)
-    except JetrlError as error:
-        return [from_error("command", error)]
-    found = list(check_launch(framework, settings, config)) if here else []
-    return [*found, *check_settings(framework, settings, config)]
-
-
-def check_launch(
-    framework: str, settings: Any, config: Config, environ: Mapping[str, str] | None = None
-) -> Iterator[Check]:
-    """Check what a launch needs on this machine: GPUs, models, data, the environment of its workers.
-
-    Args:
-        environ: the environment of the launch; by default this process's.
-    """
+def check_launch(framework: str, settings: Any, config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
+    """Check what a launch in this environment needs here: GPUs, models, data, the environment of its workers."""
     trainer = registry.trainer(framework)
+    needs = trainer.needs(settings)
     on_cpu = registry.platform().is_cpu_run(config)
-    yield check_policy(*trainer.model_path(settings), framework)
-    yield from check_needs(framework, trainer.needs(settings), on_cpu, os.environ if environ is None else environ)
+    path, setting = trainer.model_path(settings)
+    yield _model(Place(setting, path), framework)
+    yield _gpus(framework, needs, on_cpu, environ)
+    for place in needs.models:
+        yield _model(place, framework)
+    yield from _tokenizer(needs.tokenizer)
+    yield from _data(needs)
+    for place in needs.files:
+        if not Path(place.path).is_file():
+            yield _missing("code", place, "no such file", f"check {place.setting}")
+    if needs.resumes.path:
+        yield _resumed(needs.resumes)
+    if needs.interpreter.path:
+        yield _interpreter(needs.interpreter)
 
 
 def check_settings(framework: str, settings: Any, config: Config) -> Iterator[Check]:
     """Check each setting and the model's ``config.json``, and list what the plugin would change. Modifies ``settings``."""
-    found = [from_error(f"{framework} setting", error) for error in _problems(framework, settings, config)]
-    yield from found
+    trainer = registry.trainer(framework)
+    found: list[BaseException] = []
+    try:
+        for problem in trainer.problems(settings, config):
+            found.append(problem)
+    except JetrlError as error:
+        found.append(error)
+    except Exception as error:  # a broken config.json or a missing key would stop the framework as well
+        found.append(ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    yield from (from_error(f"{framework} setting", error) for error in found)
     if not found:
         yield Check(f"{framework} settings", "ok", "no conflict with the plugin's settings")
-    changes = registry.trainer(framework).complete(settings, config)
+    changes = trainer.complete(settings, config)
     yield Check(f"{framework} changes", "ok", "; ".join(changes) or "none of your settings")
-
-
-def _problems(framework: str, settings: Any, config: Config) -> Iterator[BaseException]:
-    try:
-        yield from registry.trainer(framework).problems(settings, config)
-    except JetrlError as error:
-        yield error
-    except Exception as error:  # a broken config.json or a missing key would stop the framework as well
-        yield ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())}")

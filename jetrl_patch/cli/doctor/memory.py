@@ -1,4 +1,4 @@
-"""An estimate of the memory that a run takes per rank, before it starts. docs/memory.md has the formulas."""
+"""An estimate, before a run starts, of the memory that it takes per rank. docs/memory.md has the formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from jetrl_patch.trainer.rules import Memory
 
 __all__ = ["NOT_COUNTED", "estimate"]
 
-#: what the estimate leaves out, in one line
 NOT_COUNTED = (
     "not counted: activations and logits, critic, reference and reward models, sync buffers, CUDA graphs, fragmentation; "
     "docs/memory.md says what they take"
@@ -38,13 +37,11 @@ class _Model:
 def estimate(path: Any, layout: Layout, config: Config) -> list[Memory]:
     """Rows of the table, in bytes; empty if the model is not in a folder here or is wrong in a way that a check reports.
 
-    Args:
-        path: the model's folder, or its name in the hub's cache.
-        layout: where the framework keeps the policy.
+    ``path`` is the model's folder or its name in the hub's cache; ``layout`` says where the framework keeps the policy.
     """
     try:
         found = built(path, config, layout.tensor_parallel, layout.expert_parallel)
-    except Exception:  # transformers raises anything for a broken config.json, which the checks of the settings report
+    except Exception:  # transformers raises anything for a broken config.json, which check_settings reports
         return []
     if found is None:
         return []
@@ -67,24 +64,25 @@ def _counted(model: Any, quantized: Any) -> _Model:
 
 
 def _trainer(model: _Model, layout: Layout, config: Config) -> Iterator[Memory]:
-    """Weights, gradients and optimizer as the framework splits them, and the FP8 bytes that are held for them."""
-    if layout.weights is None or layout.gradients is None or layout.optimizer is None:
+    """Weights, gradients and optimizer as the framework shards them, and the FP8 copies of the weights."""
+    parts = {"weights": layout.weights, "gradients": layout.gradients, "optimizer": layout.optimizer}
+    if layout.weights is None or None in parts.values():
         yield Memory("trainer", "not estimated", None, layout.trainer)
         return
-    moments = _MOMENTS[config.optimizer_states]
-    for what, part in (("weights", layout.weights), ("gradients", layout.gradients), ("optimizer", layout.optimizer)):
-        each = part.bytes + (moments if what == "optimizer" else 0)
-        where = "in CPU memory" if what in layout.offloaded else ""
+    for what, part in parts.items():
+        assert part is not None
+        each = part.bytes + (_MOMENTS[config.optimizer_states] if what == "optimizer" else 0)
         how = f"{each:g} bytes x {_billions(model.parameters)}" + (f" / {part.ranks} ranks" if part.ranks > 1 else "")
-        engine = layout.trainer if what == "weights" else ""
-        yield Memory("trainer", what, each * model.parameters / part.ranks, ", ".join(filter(None, (how, where, engine))))
+        how += ", in CPU memory" if what in layout.offloaded else ""
+        how += f", {layout.trainer}" if what == "weights" and layout.trainer else ""
+        yield Memory("trainer", what, each * model.parameters / part.ranks, how)
     if config.fp8_train:
-        yield Memory("trainer", "FP8 weights held", *_held(model, layout, config))
+        yield Memory("trainer", "FP8 weights held", *_held(model, layout, config, layout.weights.ranks))
 
 
-def _held(model: _Model, layout: Layout, config: Config) -> tuple[float, str]:
+def _held(model: _Model, layout: Layout, config: Config, ranks: int) -> tuple[float, str]:
     """The table "How often a rank quantizes a weight" of docs/memory.md."""
-    p, ranks = model.quantized, 1 if layout.weights is None else layout.weights.ranks
+    p = model.quantized
     if ranks == 1:
         return 2.0 * p, f"2 x {_billions(p)}, as they are and transposed, until the last backward of a step"
     if config.fp8_all_gather:

@@ -1,19 +1,23 @@
-"""The ``jetrl parity`` command: parse arguments, print a table, write a JSON file."""
+"""The ``jetrl parity`` command: parse arguments, print tables, write a JSON file and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, check_target, writing
 from jetrl_patch.measure.parity import BY_DEFAULT, PARTS, STOCK, Job, check_model, choose, chosen
+from jetrl_patch.models.layers import cut_words
 from jetrl_patch.native.machine import require_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import Display
@@ -21,10 +25,12 @@ from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
 __all__ = ["main"]
 
-#: what ``--engine`` takes to compile no engine
+#: the value of ``--engine`` that compiles no engine
 _EAGER = '{"enforce_eager": true}'
 #: vLLM's argument for whole experts on each of its tensor-parallel ranks
 _EP = "enable_expert_parallel"
+
+Result = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results, lacking = _measure(jobs, options.verbose, not options.stock, progress)
     _show(jobs[0], results, lacking)
     if options.picture:
-        draw(results[0], options.model, options.picture)
+        _draw(results[0], options.model, options.picture)
     if options.json:
         with writing(options.json):
             Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
@@ -54,17 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _jobs(options: argparse.Namespace) -> list[Job]:
     """The modes that the options select, after every check that needs no engine."""
     require_torch("jetrl parity")
-    common = {
-        "scale_format": options.scale_format,
-        "exclude": tuple(options.exclude),
-        "on_cut": options.on_cut,
-        "backend": options.backend,
-    }
     _check_explain(options)
     stock = chosen(options.stock)
-    only_stock = stock and not options.precision and not options.align
-    aligns = ["exact"] if options.explain else options.align
-    configs = [] if only_stock else choose(options.precision, aligns, options.rollout_granularity, **common)
+    configs = []
+    if not stock or options.precision or options.align:
+        aligns = ["exact"] if options.explain else options.align
+        common = {name: getattr(options, name) for name in ("scale_format", "on_cut", "backend")}
+        granularity, exclude = options.rollout_granularity, tuple(options.exclude)
+        configs = choose(options.precision, aligns, granularity, exclude=exclude, **common)
     for target in filter(None, (options.json, options.picture)):
         check_target(Path(target), folder=False)  # measuring takes minutes
     check_model(options.model, [] if options.explain else configs, options.tp)
@@ -73,26 +76,12 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             check_model(options.model, configs, options.tp)
         except ModelError as error:
             raise ModelError(f"--explain compares trainers with an exact rollout. {error} Both run without --explain.") from None
-    jobs = [
-        Job(
-            model=options.model,
-            config=config,
-            stock=way,
-            cost=options.cost,
-            explain=options.explain,
-            tp=options.tp,
-            batch=options.batch,
-            tokens=options.tokens,
-            length=options.length,
-            temperature=options.temperature,
-            seed=options.seed,
-            prompts=options.prompts,
-            prompt_tokens=options.prompt_tokens,
-            engine=_engine(options.engine),
-        )
-        for way, config in [*((way, STOCK[way].config()) for way in stock), *((None, config) for config in configs)]
-    ]
-    if any(_splits_experts(job) for job in jobs):
+    names = ("model", "cost", "explain", "tp", "batch", "tokens", "length", "temperature", "seed", "prompts", "prompt_tokens")
+    shared: dict[str, Any] = {name: getattr(options, name) for name in names} | {"engine": _engine(options.engine)}
+    jobs = [Job(config=STOCK[name].config(), stock=name, **shared) for name in stock]
+    jobs += [Job(config=config, **shared) for config in configs]
+    split = not any(name == _EP for name, _ in jobs[0].engine)
+    if split and any(needed_ep(job.model, job.config, job.tp) > 1 for job in jobs if not job.stock):
         print(f"{_EP}: tensor parallel size {options.tp} would cut a block of the experts, which now stay whole")
         jobs = [replace(job, engine=(*job.engine, (_EP, True))) for job in jobs]
     for job in jobs if options.tp > 1 else ():
@@ -114,24 +103,15 @@ def _check_explain(options: argparse.Namespace) -> None:
             f"--explain samples from an exact rollout and measures trainers between stock and exact, found {', '.join(other)}. "
             "Run it without them."
         )
-    if options.picture:
-        require_matplotlib()
+    if options.picture and not is_installed("matplotlib"):
+        raise JetrlError("--picture needs matplotlib, which is not installed. Run pip install matplotlib.")
 
 
-def _splits_experts(job: Job) -> bool:
-    """Whether a mode needs whole experts on each rank and the user has not said how to split them."""
-    return not job.stock and _EP not in dict(job.engine) and needed_ep(job.model, job.config, job.tp) > 1
-
-
-def _measure(
-    jobs: list[Job], verbose: bool, may_lack: bool, progress: Display
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure. With ``may_lack``, a stock way that this machine does not run is a line in the second list."""
+def _measure(jobs: list[Job], verbose: bool, may_lack: bool, progress: Display) -> tuple[list[Result], list[str]]:
+    """Measure. With ``may_lack``, a stock setup that cannot run here is a line in the second list instead of an error."""
     results, lacking = [], []
     for number, job in enumerate(jobs, 1):
-        precision, align = job.label
-        mode = job.name if job.stock else _mode(precision, align)
-        progress.part = f"{mode}, {number} of {len(jobs)}"
+        progress.part = f"{job.name if job.stock else _mode(*job.label)}, {number} of {len(jobs)}"
         try:
             results.append(run_mode(job, verbose, progress))
         except JetrlError as error:
@@ -143,18 +123,25 @@ def _measure(
     return results, lacking
 
 
-def _show(job: Job, results: list[dict[str, Any]], lacking: list[str]) -> None:
+# ---- The tables ----------------------------------------------------------------------------------
+
+def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
     """Print the tables and the lines under them. ``job`` holds the settings that all modes share."""
-    from rich.console import Console
-
-    from jetrl_patch.models.layers import cut_words
-
     console = Console()
-    console.print(_table(job, results))
+    title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
+    columns = ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal")
+    rows = []
+    for r in results:
+        figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+        rows.append((r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}"))
+    console.print(_table(title, "Δ: log-prob of a sampled token, trainer minus rollout", columns, rows, left=2))
     if job.explain:
-        show_explained(results[0], job.model, console)
-    if routes := _routes(results):
-        console.print(routes, highlight=False, soft_wrap=True)
+        _show_explained(results[0], job.model, console)
+    mixtures = [r for r in results if r["route_mismatch"] is not None]
+    if mixtures:
+        shares = ", ".join(f"{_mode(r['precision'], r['align'])} {r['route_mismatch']:.3%}" for r in mixtures)
+        text = f"other experts in trainer and rollout, of all tokens and blocks: {shares}"
+        console.print(text, highlight=False, soft_wrap=True)
     if job.cost:
         console.print(_costs(results))
     for line in lacking:
@@ -167,85 +154,56 @@ def _mode(precision: str, align: str) -> str:
     return precision if align == "none" else f"{precision}/{align}"
 
 
-def _table(job: Job, results: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
-    table = Table(title=title, caption="Δ: log-prob of a sampled token, trainer minus rollout")
-    for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
-        table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
-    for r in results:
-        figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
-        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
+def _table(title: str, caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Table:
+    """A table whose first ``left`` columns are text, and the others numbers."""
+    table = Table(title=title, caption=caption)
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _routes(results: list[dict[str, Any]]) -> str:
-    """A line with each mode's share of different routes, if the model is a mixture; "" else."""
-    shares = [
-        f"{_mode(r['precision'], r['align'])} {r['route_mismatch']:.3%}"
-        for r in results
-        if r["route_mismatch"] is not None
-    ]
-    return f"other experts in trainer and rollout, of all tokens and blocks: {', '.join(shares)}" if shares else ""
-
-
-def _costs(results: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    caption = "rollout: sampled; trainer: forward and backward; ×: against the first row"
+def _costs(results: list[Result]) -> Table:
+    caption = "rollout: sampled; trainer: forward and backward; ×: relative to the first row"
     if len({r["execution"] for r in results}) > 1:
         caption += f". Each engine runs as in training; all alike, not compiled: --engine '{_EAGER}'"
-    table = Table(title="tokens per second", caption=caption)
-    for column in ("precision", "align", "engine", "rollout", "×", "trainer", "×"):
-        table.add_column(column, justify="left" if column in ("precision", "align", "engine") else "right", no_wrap=True)
+    rows = []
     for r in results:
         pairs = [(r[key], results[0][key]) for key in ("rollout_tokens_per_second", "trainer_tokens_per_second")]
         figures = (text for a, b in pairs for text in (f"{a:,.0f}", f"{a / b:.2f}"))
-        table.add_row(r["precision"], r["align"], r["execution"], *figures)
-    return table
+        rows.append((r["precision"], r["align"], r["execution"], *figures))
+    return _table("tokens per second", caption, ("precision", "align", "engine", "rollout", "×", "trainer", "×"), rows, left=3)
 
 
 # ---- The tables and the picture of ``--explain`` --------------------------------------------------
 
-_FIRST = "BF16, stock"
-#: blocks in the table of depth
+#: number of blocks that the table of depth shows
 _BLOCKS = 5
 
 
-def show_explained(result: dict[str, Any], model: str, console: Any) -> None:
-    """Print both tables of a result with ``steps``."""
-    from rich.table import Table
-
+def _show_explained(result: Result, model: str, console: Console) -> None:
     steps: list[dict[str, Any]] = result["steps"]
-    table = Table(
-        title=f"where the mismatch comes from: {Path(model).name}, {result['tokens']:,} tokens",
-        caption="Each row makes one more op of the trainer exact. Change: what that took away. Alone: the mismatch if only this "
-        "op is stock; 0 where exact mode computes it as Hugging Face does, and changes vLLM's instead. Early and late: in the "
-        "first and the last quarter of the responses.",
-    )
-    _depth_columns(table, "mean |Δ|", "change", "alone", "max |Δ|", "early", "late")
+    rows = []
     for before, step in zip([None, *steps], steps):
         change = "" if before is None else f"{step['mean'] - before['mean']:+.4f}"
         alone = "" if step["alone"] is None else _short(step["alone"])
-        means = (step["mean"], step["max"], step["parts"][0], step["parts"][-1])
-        mean, most, early, late = map(_short, means)
-        table.add_row(_step_name(step), mean, change, alone, most, early, late)
-    console.print(table)
+        ends = (step["max"], step["parts"][0], step["parts"][-1])
+        rows.append((_step_name(step), _short(step["mean"]), change, alone, *map(_short, ends)))
+    title = f"where the mismatch comes from: {Path(model).name}, {result['tokens']:,} tokens"
+    caption = (
+        "Each row makes one more op of the trainer exact. Change: what that removed. Alone: the mismatch if only this op is "
+        "stock; 0 where exact mode keeps Hugging Face's op and changes vLLM's instead. Early and late: in the first and the "
+        "last quarter of the responses."
+    )
+    columns = ("trainer", "mean |Δ|", "change", "alone", "max |Δ|", "early", "late")
+    console.print(_table(title, caption, columns, rows, left=1))
     last = len(steps[0]["depth"])
     shown = sorted({1 + round(i * (last - 1) / (_BLOCKS - 1)) for i in range(_BLOCKS)})
-    caption = "Norm of the difference to the exact hidden states, over theirs; first batch."
-    depth = Table(title="growth with depth: hidden states after a block", caption=caption)
-    _depth_columns(depth, *(f"block {block}" for block in shown))
-    for step in steps:
-        depth.add_row(_step_name(step), *(f"{step['depth'][block - 1]:.2%}" for block in shown))
-    console.print(depth)
-
-
-def _depth_columns(table: Any, *names: str) -> None:
-    table.add_column("trainer", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    title = "growth with depth: hidden states after a block"
+    caption = "Norm of the difference from the exact hidden states, relative to theirs; first batch."
+    depths = ((_step_name(step), *(f"{step['depth'][block - 1]:.2%}" for block in shown)) for step in steps)
+    console.print(_table(title, caption, ("trainer", *(f"block {block}" for block in shown)), depths, left=1))
 
 
 def _short(value: float) -> str:
@@ -253,16 +211,10 @@ def _short(value: float) -> str:
 
 
 def _step_name(step: dict[str, Any]) -> str:
-    return f"+ {step['op']}" if step["op"] else _FIRST
+    return f"+ {step['op']}" if step["op"] else "BF16, stock"
 
 
-def require_matplotlib() -> None:
-    """Raise JetrlError where no picture can be drawn."""
-    if not is_installed("matplotlib"):
-        raise JetrlError("--picture needs matplotlib, which is not installed. Run pip install matplotlib.")
-
-
-def draw(result: dict[str, Any], model: str, target: str) -> None:
+def _draw(result: Result, model: str, target: str) -> None:
     """Write the picture: the mismatch with each op made exact, and its growth over the model's depth and the response."""
     from matplotlib.figure import Figure
 
@@ -275,7 +227,7 @@ def draw(result: dict[str, Any], model: str, target: str) -> None:
     bars.set(xlabel="mean |Δ log-prob|", title="one more op exact at a time")
     bars.locator_params(axis="x", nbins=5)
     apart = [i for i, step in enumerate(steps) if i == 0 or step["mean"] != steps[i - 1]["mean"]]
-    for name, step in ((names[i], steps[i]) for i in apart):  # equal trainers would hide one another
+    for name, step in ((names[i], steps[i]) for i in apart):  # equal lines would hide one another
         depth.plot(range(1, len(step["depth"]) + 1), step["depth"], label=name)
         position.plot(range(1, len(step["parts"]) + 1), step["parts"], marker="o", label=name)
     depth.set(xlabel="block", ylabel="relative difference", title="hidden states, against exact")
@@ -306,44 +258,34 @@ def _parser() -> argparse.ArgumentParser:
         prog="jetrl parity",
         description="Sample from a local model in vLLM, score the samples with the trainer's model, and compare the log-probs.",
     )
+    add = parser.add_argument
     names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
-    parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
-    parser.add_argument(
-        "--precision", **names, help=f"{', '.join(PRECISIONS)}; default: {', '.join(BY_DEFAULT)}"
-    )
-    parser.add_argument("--align", **names, help="linear or exact, for fp8-unified; default: both")
-    parser.add_argument(
-        "--stock", nargs="*", metavar="NAME",
-        help=f"the installation without the plugin, in one way or more: {', '.join(STOCK)} (default: all that run here)",
-    )
-    parser.add_argument(
-        "--cost", action="store_true", help="time both sides, in tokens per second, with engines that compile as in training"
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="where the mismatch comes from: make one op of the trainer after another exact"
-    )
-    parser.add_argument("--picture", metavar="FILE", help="with --explain: write a PNG picture of it")
-    parser.add_argument("--scale-format", default=SETTINGS["scale_format"].default, help=_choices("scale_format"))
-    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
-    parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
-    parser.add_argument(
-        "--on-cut", default=SETTINGS["on_cut"].default,
-        help=f"what to do where --tp cuts a block of 128; bf16 leaves the layers in BF16: {_choices('on_cut')}",
-    )
-    parser.add_argument("--backend", default=SETTINGS["backend"].default, help=_choices("backend"))
-    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line, or .jsonl with a string per line")
-    parser.add_argument("--prompt-tokens", type=_positive, default=256, help="longest prompt; longer ones are cut (default: 256)")
-    parser.add_argument("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
-    parser.add_argument("--batch", type=_positive, default=32, help="requests per batch")
-    parser.add_argument("--tokens", type=_positive, default=2048, help="minimum number of response tokens")
-    parser.add_argument("--length", type=_positive, default=64, help="tokens per response")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--engine", metavar="JSON", help='further vllm.LLM arguments, e.g. {"enable_prefix_caching": false}'
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results, one object per mode")
-    parser.add_argument("--verbose", action="store_true", help="show the output of the frameworks")
+    add("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
+    add("--precision", **names, help=f"{', '.join(PRECISIONS)}; default: {', '.join(BY_DEFAULT)}")
+    add("--align", **names, help="linear or exact, for fp8-unified; default: both")
+    setups = f"the installation without the plugin, in one or more setups: {', '.join(STOCK)} (default: all that run here)"
+    add("--stock", nargs="*", metavar="NAME", help=setups)
+    add("--cost", action="store_true", help="time both sides, in tokens per second, with engines that compile as in training")
+    explain = "where the mismatch comes from: make the trainer's ops exact, one at a time"
+    add("--explain", action="store_true", help=explain)
+    add("--picture", metavar="FILE", help="with --explain: write a PNG picture of it")
+    add("--scale-format", default=SETTINGS["scale_format"].default, help=_choices("scale_format"))
+    add("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
+    add("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
+    cut = f"what to do where --tp cuts a block of 128; bf16 leaves the layers in BF16: {_choices('on_cut')}"
+    add("--on-cut", default=SETTINGS["on_cut"].default, help=cut)
+    add("--backend", default=SETTINGS["backend"].default, help=_choices("backend"))
+    add("--prompts", metavar="FILE", help="text file with one prompt per line, or .jsonl with a string per line")
+    add("--prompt-tokens", type=_positive, default=256, help="longest prompt; longer ones are cut (default: 256)")
+    add("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
+    add("--batch", type=_positive, default=32, help="requests per batch")
+    add("--tokens", type=_positive, default=2048, help="minimum number of response tokens")
+    add("--length", type=_positive, default=64, help="tokens per response")
+    add("--temperature", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add("--engine", metavar="JSON", help='further vllm.LLM arguments, e.g. {"enable_prefix_caching": false}')
+    add("--json", metavar="FILE", help="write the results, one object per mode")
+    add("--verbose", action="store_true", help="show the output of the frameworks")
     return parser
 
 

@@ -24,26 +24,26 @@ from jetrl_patch.progress import SILENT, Progress
 __all__ = ["Sender", "environment", "measure", "relayed", "run_mode"]
 
 
-# ---- Progress of a process that measures, shown by the process that started it: calls travel as lines of a file
-# A pipe would do too, but the engine's own processes would inherit it, and one that stays behind would keep it open.
+# ---- Progress of the measuring process: it appends its calls to a file, and the parent repeats them
+# Not through a pipe: the engine's own processes would inherit it, and one that stays behind would keep it open.
 
 #: seconds between two looks at the file
 _EVERY = 0.2
 
 
 class Sender:
-    """A ``Progress`` that writes each call to a file, in the process that measures. The file buffers no more than a line."""
+    """A ``Progress`` that writes each call to a file, in the measuring process. The file must be line-buffered."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def stage(self, name: str, total: int = 0, unit: str = "") -> None:
-        self._send([name, total, unit])
+        self._send(name, total, unit)
 
     def done(self, count: int) -> None:
-        self._send([count])
+        self._send(count)
 
-    def _send(self, call: list[str | int]) -> None:
+    def _send(self, *call: str | int) -> None:
         with contextlib.suppress(OSError):
             self._file.write(json.dumps(call) + "\n")
 
@@ -64,33 +64,33 @@ def relayed(file: Path, progress: Progress) -> Iterator[None]:
 def _follow(file: Path, progress: Progress, ended: threading.Event) -> None:
     at, last = 0, False
     while not last:
-        last = ended.wait(_EVERY)  # what was written until the end is read too
+        last = ended.wait(_EVERY)  # one more look after the end
         content = file.read_bytes()[at:] if file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         at += len(whole)
         for line in whole.splitlines():
-            match json.loads(line):
-                case [str(name), int(total), str(unit)]:
-                    progress.stage(name, total, unit)
-                case [int(count)]:
-                    progress.done(count)
+            call = json.loads(line)
+            progress.stage(*call) if len(call) == 3 else progress.done(*call)
 
 
 # ---- Measure one mode in one process: sample with the rollout engine, score with the trainer's model, compare
 # Frameworks are reached through their adapters, by name. ``python -m jetrl_patch.cli.parity.run`` reads a pickled ``Job``
 # from standard input and writes its progress and a pickled result to the two files given as its arguments.
 
+#: what a result takes from ``measure.mismatch``
+_FIGURES = ("tokens", "logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl", "bit_equal_fraction")
+
+
 def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
     """Enable the mode (a stock one needs nothing enabled), sample, score and compare; the process stays enabled.
 
     Returns:
         ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``standard_error`` (of
-        the mean), ``logp_mean`` (of the rollout's log-probs), ``route_mismatch`` (the share of token and block with other
-        experts on the two sides; None without a mixture) and, for reference, ``scale_format``, ``tp``, ``backend``,
-        ``attention`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With ``job.cost`` also
-        ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
-        ("compiled", "graphs" or "eager": how the engine ran the model). With ``job.explain`` also ``steps``, see
-        ``jetrl_patch.measure.parity.Step``.
+        the mean), ``logp_mean`` (of the rollout's log-probs), ``route_mismatch`` (the share of routing decisions, one per token
+        and layer, with other experts on the two sides; None for a dense model) and, for reference, ``scale_format``, ``tp``,
+        ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With ``job.cost`` also
+        ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution`` ("compiled", "graphs" or "eager": how the
+        engine ran the model). With ``job.explain`` also ``steps``, see ``jetrl_patch.measure.parity.Step``.
     """
     progress.stage("loading torch")
     import torch
@@ -106,46 +106,38 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
     rollout = torch.tensor([value for sample in sampled.samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scored.log_probs, rollout, torch.ones_like(rollout))
     status = session.status()
-    backend, attention = (status.backend, status.attention) if job.config.quantized_rollout else ("", "")
-    precision, align = job.label
-    cost = {
-        "execution": sampled.execution,
-        "rollout_tokens_per_second": sampled.tokens_per_second,
-        "trainer_tokens_per_second": scored.tokens_per_second,
-    }
-    return {
-        "precision": precision,
-        "align": align,
-        "tokens": found.tokens,
-        "logp_abs_diff_mean": found.logp_abs_diff_mean,
-        "logp_abs_diff_max": found.logp_abs_diff_max,
-        "k3_kl": found.k3_kl,
-        "bit_equal_fraction": found.bit_equal_fraction,
+    result = {
+        **dict(zip(("precision", "align"), job.label, strict=True)),
+        **{name: getattr(found, name) for name in _FIGURES},
         "standard_error": standard_error(scored.log_probs - rollout, sampled.samples),
         "logp_mean": float(rollout.mean(dtype=torch.float64)),
         "route_mismatch": None if scored.routes is None else scored.routes.mismatch,
         "scale_format": job.config.scale_format,
         "tp": job.tp,
-        "backend": backend,
-        "attention": attention,
+        "backend": status.backend if job.config.quantized_rollout else "",
+        "attention": status.attention if job.config.quantized_rollout else "",
         "cut_layers": list(status.cut),
-        **(cost if job.cost else {}),
-        **({"steps": [asdict(step) for step in steps]} if job.explain else {}),
     }
+    if job.cost:
+        result["execution"] = sampled.execution
+        result["rollout_tokens_per_second"] = sampled.tokens_per_second
+        result["trainer_tokens_per_second"] = scored.tokens_per_second
+    if job.explain:
+        result["steps"] = [asdict(step) for step in steps]
+    return result
 
 
 def main() -> None:
-    """The child process of ``run.run_mode``."""
+    """The child process of ``run_mode``."""
     stages, answer = map(Path, sys.argv[1:])
     job: Job = pickle.loads(sys.stdin.buffer.read())
     result: dict[str, Any]
     try:
         with stages.open("a", buffering=1, encoding="utf-8") as file:
             result = {"result": measure(job, Sender(file))}
-    except JetrlError as error:
-        result = {"error": (type(error).__name__, str(error), "")}
     except Exception as error:
-        result = {"error": (type(error).__name__, str(error), traceback.format_exc())}
+        trace = "" if isinstance(error, JetrlError) else traceback.format_exc()
+        result = {"error": (type(error).__name__, str(error), trace)}
     answer.write_bytes(pickle.dumps(result))
 
 
@@ -153,7 +145,7 @@ if __name__ == "__main__":
     main()
 
 
-# ---- Run each mode in its own process, so that patches, caches and memory do not carry over to the next
+# ---- Run a mode in such a process ----------------------------------------------------------------
 
 #: the child's defaults; the user's environment takes precedence
 _ENVIRONMENT = {
@@ -167,7 +159,7 @@ _ENVIRONMENT = {
 
 
 def run_mode(job: Job, verbose: bool = False, progress: Progress = SILENT) -> dict[str, Any]:
-    """Measure one mode in a child process; see ``measure.measure`` for the result. The child's progress is shown here.
+    """Measure one mode in a child process; see ``measure`` for the result. The child's progress is shown here.
 
     Raises the child's JetrlError if the mode cannot be measured. For any other error, the message names it (with ``verbose``
     it holds the traceback), or holds the end of the child's output if it died.
@@ -191,29 +183,22 @@ def run_mode(job: Job, verbose: bool = False, progress: Progress = SILENT) -> di
                 f"result. Run again with --verbose. {tail.decode(errors='replace')}"
             )
         found: dict[str, Any] = pickle.loads(answer.read_bytes())
-    if "error" in found:
-        kind, text, trace = found["error"]
-        error: type[JetrlError] = JetrlError if trace else getattr(errors, kind)
-        raise error(_unforeseen(job, f"{kind}: {text}", trace, verbose) if trace else text)
-    result: dict[str, Any] = found["result"]
-    return result
+    if "result" in found:
+        return dict(found["result"])
+    kind, text, trace = found["error"]
+    if not trace:
+        error: type[JetrlError] = getattr(errors, kind)
+        raise error(text)
+    if verbose:
+        raise JetrlError(f"measuring {job.name} failed:\n{trace}")
+    words = " ".join(f"{kind}: {text}".split())
+    words = words if len(words) <= 240 else f"{words[:237]}..."
+    raise JetrlError(f"measuring {job.name} failed: {words.rstrip('.')}. Run again with --verbose for the traceback.")
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The environment of a process that measures: this one's without ``JETRL_*``, quiet and offline, with what the way sets."""
-    found = without_settings()
-    found.update(STOCK[job.stock].environment if job.stock else ())
-    for name, value in _ENVIRONMENT.items():
-        found.setdefault(name, value)
+    """The environment of a measuring process: this one's without ``JETRL_*``, plus the job's variables, quiet and offline."""
+    found = {**_ENVIRONMENT, **without_settings(), **dict(STOCK[job.stock].environment if job.stock else ())}
     if job.tp == 1:
         found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return found
-
-
-def _unforeseen(job: Job, line: str, trace: str, verbose: bool) -> str:
-    """The message for an error of a framework: with ``--verbose`` its whole traceback, else the error alone."""
-    if verbose:
-        return f"measuring {job.name} failed:\n{trace}"
-    words = " ".join(line.split())
-    words = words if len(words) <= 240 else f"{words[:237]}..."
-    return f"measuring {job.name} failed: {words.rstrip('.')}. Run again with --verbose for the traceback."

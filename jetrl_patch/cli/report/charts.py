@@ -1,20 +1,20 @@
 """The charts of a report, shared by the page and the pictures: what they show and how, and the look of each run's line.
 
-Per-layer statistics are recognized by name: ``jetrl/<group>/<layer>/<what>``, where the layer may contain slashes and contains a
-digit or a dot. If the layer comes last, the statistic is the part before it. ``jetrl/<group>/<what>`` is a statistic over all
-layers, such as the monitor's ``jetrl/scale/weight_sqnr_min``.
+A statistic of one layer is recognized by its name, ``jetrl/<group>/<layer>/<what>``, where the layer may contain slashes.
+``jetrl/<group>/<what>`` is a statistic over all layers, such as the monitor's ``jetrl/scale/weight_sqnr_min``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, number
+from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, extreme, number
 from jetrl_patch.config.fields import Fields
 
 __all__ = [
@@ -63,7 +63,7 @@ class Chart:
         return values.pop() if len(values) == 1 and all(map(math.isfinite, values)) else None
 
 
-# --- metrics of training
+# ---- Metrics of training -------------------------------------------------------------------------
 
 #: charts, each with its metrics; it shows the first one that a run has
 _CHARTS: tuple[tuple[Chart, tuple[str, ...]], ...] = (
@@ -87,14 +87,11 @@ _CHARTS: tuple[tuple[Chart, tuple[str, ...]], ...] = (
     (Chart("sync", "Weight sync", TIME, "from the trainer to the rollout engine", low=0, style="seconds"),
      ("jetrl/sync_seconds",)),
 )  # fmt: skip
-#: the charts whose series is more than a metric
+#: the charts that show more than one metric
 _READ: dict[str, Callable[[Run], Points]] = {
     "accuracy": lambda run: run.accuracy,
-    "clipped": lambda run: run.corrected("jetrl/clipped_fraction"),
-    "masked": lambda run: run.corrected("jetrl/masked_fraction"),
     "sync": lambda run: run.part("weight sync"),
 }
-
 #: further metrics that get a chart if a run has them, as do the plugin's other metrics
 _MORE = {
     "actor/entropy": "Entropy",
@@ -104,7 +101,7 @@ _MORE = {
     **dict.fromkeys(("response_length/mean", "response_length"), "Response length"),
     "training/rollout_probs_diff_mean": "Mean |Δ probability|, measured by verl",
 }
-_TOLD = {name for _, names in _CHARTS for name in names}
+_SHOWN = {name for _, names in _CHARTS for name in names}
 _MOST_OTHERS = 24
 
 
@@ -113,13 +110,17 @@ def draw(runs: Sequence[Run]) -> list[Chart]:
     found = []
     for chart, names in (*_CHARTS, *_others(runs)):
         read = _READ.get(chart.key, functools.partial(Run.first_of, names=names))
-        found.append(replace(chart, series=[read(run) for run in runs]))
-    return [_counted(chart) if chart.group == OTHER else chart for chart in found if any(chart.series)]
+        series = [read(run) for run in runs]
+        if any(series):
+            values = [value for points in series for _, value in points]
+            whole = chart.group == OTHER and all(math.isfinite(value) and value == int(value) for value in values)
+            found.append(replace(chart, series=series, style="count" if whole else chart.style))
+    return found
 
 
 def _others(runs: Sequence[Run]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
     present = {name for run in runs for data in run.steps.values() for name in data}
-    own = [name for name in present - _TOLD if name.startswith("jetrl/") and name.count("/") == 1]
+    own = [name for name in present - _SHOWN if name.startswith("jetrl/") and name.count("/") == 1]
     titles: dict[str, list[str]] = {}
     for name in (*_MORE, *sorted(own)):
         if name in present:
@@ -128,12 +129,7 @@ def _others(runs: Sequence[Run]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
         yield Chart("more-" + names[0].replace("/", "-"), title, OTHER, " or ".join(names)), tuple(names)
 
 
-def _counted(chart: Chart) -> Chart:
-    whole = all(math.isfinite(value) and value == int(value) for points in chart.series for _, value in points)
-    return replace(chart, style="count") if whole else chart
-
-
-# --- statistics of layers
+# ---- Statistics of layers ------------------------------------------------------------------------
 
 ALL_LAYERS = ""
 
@@ -162,8 +158,7 @@ _LIMITS = {
     "underflow": (Limit(Fields.monitor_underflow, f"monitor_underflow {Fields.monitor_underflow:.0%}"),),
 }
 
-_LAYER = re.compile(r".*(\.|\d).*")
-_TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # the most informative first
+_INFORMATIVE = ("sqnr", "underflow", "saturat", "unchanged")  # the most informative first
 _HEADLINE = re.compile(r"(?<!slice )(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
 _EXPERT = " worst expert"
 _PLACE = re.compile(r" worst (layer|experts?)$")
@@ -173,18 +168,15 @@ _MOST_HEADLINES = 12
 
 @functools.cache
 def split_name(name: str) -> tuple[str, str] | None:
-    """``(what, layer)`` of a metric's name, or None if it is no layer statistic. A group other than scale prefixes ``what``."""
+    """``(what, layer)`` of a layer statistic's name, else None. ``what`` starts with the group unless that is ``scale``."""
     if not name.startswith("jetrl/") or name.count("/") < 2:
         return None
-    group, *middle, last = name.removeprefix("jetrl/").split("/")
-    what, layer = last, "/".join(middle)
-    if middle and _LAYER.fullmatch(last) and not _LAYER.fullmatch(middle[0]):
-        what, layer = layer, last
-    return ("" if group == "scale" else f"{group} ") + what.replace("_", " "), layer
+    _, group, *layer, what = name.split("/")
+    return ("" if group == "scale" else f"{group} ") + what.replace("_", " "), "/".join(layer)
 
 
 def describe(what: str) -> Chart:
-    """The chart of a statistic as ``split_name`` names it, without series; one that is not the monitor's keeps its name."""
+    """The chart of a statistic that ``split_name`` names, without series. The title is its name if it is not the monitor's."""
     key, found = "scale-" + what.replace(" ", "-"), _NAME.fullmatch(what)
     if found is None:
         return Chart(key, what, FP8, style="db" if re.search(r"\bs(q)?nr( db)?\b", what) else "number")
@@ -199,6 +191,8 @@ class Scales:
     Attributes:
         series: statistic, such as ``weight sqnr``, the most informative first -> layer -> one series per run.
         layers: names of the layers in natural order, without ``ALL_LAYERS``.
+        silent: the statistics that are always 0; the page lists them instead of drawing them.
+        headline: the statistics that get a chart by default.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -210,9 +204,15 @@ class Scales:
                         what, layer = split
                         series = found.setdefault(what, {}).setdefault(layer, [[] for _ in runs])
                         series[i].append((step, value))
-        self.series = dict(sorted(found.items(), key=lambda item: ([word not in item[0] for word in _TELLING], item[0])))
+        self.series = dict(sorted(found.items(), key=lambda item: ([word not in item[0] for word in _INFORMATIVE], item[0])))
         self.layers = sorted({layer for layers in found.values() for layer in layers} - {ALL_LAYERS}, key=_natural)
-        self._runs = range(len(runs))
+        loud = {
+            what for what, layers in found.items()
+            if any(value for series in layers.values() for points in series for _, value in points)
+        }  # fmt: skip
+        self.silent = [what for what in self.series if what not in loud]
+        overall = [what for what in self.series if not self.per_layer(what) and _HEADLINE.search(what)] or list(self.series)
+        self.headline = [what for what in overall if what in loud and not _PLACE.search(what)][:_MOST_HEADLINES]
 
     def per_layer(self, what: str) -> bool:
         """Whether the statistic is available for single layers."""
@@ -223,61 +223,43 @@ class Scales:
 
         The number of an expert is that of the step with the layer's worst signal-to-noise ratio.
         """
-        if what.endswith(_EXPERT):
-            numbers, kind = dict(self._points(run, what, layer)), what.removesuffix(_EXPERT)
-            ratios = self._points(run, f"{kind} sqnr", layer) + self._points(run, f"{kind} slice sqnr", layer)
-            known = [(value, step) for step, value in ratios if step in numbers and not math.isnan(value)]
-            return numbers[min(known)[1]] if known else None
-        return _worst(what, [value for _, value in self._points(run, what, layer)])
+        if not what.endswith(_EXPERT):
+            return _worst(what, self._points(run, what, layer))
+        numbers, kind = dict(self._points(run, what, layer)), what.removesuffix(_EXPERT)
+        ratios = self._points(run, f"{kind} sqnr", layer) + self._points(run, f"{kind} slice sqnr", layer)
+        known = [(value, step) for step, value in ratios if step in numbers and not math.isnan(value)]
+        return numbers[min(known)[1]] if known else None
 
     def chart(self, what: str) -> Chart:
         """The chart of a statistic: the value over all layers, or of the worst layer at each step."""
         known, series = describe(what), []
-        for run in self._runs:
-            steps: dict[int, list[float]] = {}
-            for layer in self.series[what]:
-                for step, value in self._points(run, what, layer):
-                    steps.setdefault(step, []).append(value)
-            series.append([(step, _worst(what, values)) for step, values in sorted(steps.items())])
+        for each in zip(*self.series[what].values(), strict=True):
+            steps: dict[int, Points] = {}
+            for step, value in itertools.chain(*each):
+                steps.setdefault(step, []).append((step, value))
+            series.append([(step, _worst(what, points)) for step, points in sorted(steps.items())])
         worst = f"worst means {'lowest' if _LESS_IS_WORSE.search(what) else 'highest'} here" if self.per_layer(what) else ""
         return replace(known, help="; ".join(filter(None, (known.help, worst))), series=series)
-
-    @property
-    def headline(self) -> list[str]:
-        """The statistics that get a chart by default."""
-        found = [what for what in self.series if not self.per_layer(what) and _HEADLINE.search(what)] or list(self.series)
-        return [what for what in found if what not in self.silent and not _PLACE.search(what)][:_MOST_HEADLINES]
-
-    @functools.cached_property
-    def silent(self) -> list[str]:
-        """The statistics that are 0 wherever they were measured, which a sentence tells better than a chart."""
-        loud = {
-            what for what, layers in self.series.items()
-            if any(value for series in layers.values() for points in series for _, value in points)
-        }  # fmt: skip
-        return [what for what in self.series if what not in loud]
 
     def _points(self, run: int, what: str, layer: str) -> Points:
         series = self.series.get(what, {}).get(layer)
         return series[run] if series else []
 
 
-def _worst(what: str, values: Sequence[float]) -> Any:
-    if any(map(math.isnan, values)):
-        return math.nan
-    return (min if _LESS_IS_WORSE.search(what) else max)(values, default=None)
+def _worst(what: str, points: Points) -> Any:
+    return extreme(min if _LESS_IS_WORSE.search(what) else max, points)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
-# --- lines
+# ---- Lines ---------------------------------------------------------------------------------------
 
 #: most points per line on the page, about 1.5 per pixel
 LIMIT = 600
 
-#: Okabe and Ito's colours, which remain distinct under the common kinds of colour blindness: blue, vermilion, green, purple,
+#: Okabe and Ito's colors, which remain distinct under the common kinds of color blindness: blue, vermilion, green, purple,
 #: ochre, sky, grey, brown. Darkened for a white background and lightened for a dark one to a contrast of at least 3 to 1
 LIGHT = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
 DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2d0", "#d9a085")
@@ -285,39 +267,42 @@ DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2
 #: lengths of dashes and gaps; the empty one is a solid line
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 
-_COLOURS = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
+_COLORS = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
 
 
 class Style(NamedTuple):
     """Index into ``LIGHT`` and ``DARK``, and lengths of dashes and gaps."""
 
-    colour: int
+    color: int
     dash: tuple[int, ...]
+
+    @property
+    def stroke(self) -> str:
+        """The dashes as SVG's ``stroke-dasharray``."""
+        return " ".join(map(str, self.dash)) or "none"
 
 
 def choose(runs: Sequence[Run]) -> list[Style]:
-    """Choose a style for every run: seeds of one arm share a colour and differ in dashes; known arms have fixed colours.
+    """Choose a style for every run: seeds of one arm share a color and differ in dashes; known arms have fixed colors.
 
-    With one seed per arm, the dashes change along with the colours, so that colour is never the only difference.
+    With one seed per arm, the dashes change along with the colors: color is never the only difference.
     """
-    arms: dict[tuple[str, str], list[int]] = {}
-    for i, run in enumerate(runs):
-        arms.setdefault((run.source, run.arm or run.label), []).append(i)
-    several = len(arms) < len(runs)
-    styles: dict[int, Style] = {}
+    keys = [(run.source, run.arm or run.label) for run in runs]
+    arms = list(dict.fromkeys(keys))
     taken: list[int] = []
-    for position, ((_, arm), members) in enumerate(arms.items()):
-        rounds, here = divmod(position, len(LIGHT))
-        if rounds:  # all colours are in use: start over, with other dashes
-            colour = taken[here]
+    for position, (_, arm) in enumerate(arms):
+        free = [slot for slot in range(len(LIGHT)) if slot not in taken]
+        unknown = [slot for slot in free if slot not in _COLORS.values()]
+        if not free:  # start over, with other dashes
+            taken.append(taken[position % len(LIGHT)])
         else:
-            free = [slot for slot in range(len(LIGHT)) if slot not in taken]
-            unknown = [slot for slot in free if slot not in _COLOURS.values()]
-            colour = _COLOURS[arm] if _COLOURS.get(arm) in free else (unknown or free)[0]
-        taken.append(colour)
-        for nth, i in enumerate(members):
-            styles[i] = Style(colour, DASHES[(nth if several else position + rounds) % len(DASHES)])
-    return [styles[i] for i in range(len(runs))]
+            taken.append(_COLORS[arm] if _COLORS.get(arm) in free else (unknown or free)[0])
+    styles = []
+    for i, key in enumerate(keys):
+        position = arms.index(key)
+        nth = keys[:i].count(key) if len(arms) < len(runs) else position + position // len(LIGHT)
+        styles.append(Style(taken[position], DASHES[nth % len(DASHES)]))
+    return styles
 
 
 def thin(points: Points, limit: int = LIMIT) -> Points:

@@ -13,7 +13,7 @@ from jetrl_patch.cli.report.charts import draw
 from jetrl_patch.cli.report.page import write
 from jetrl_patch.cli.report.pictures import draw_pictures
 from jetrl_patch.cli.report.runs import ReportError, Run
-from jetrl_patch.cli.report.sources import Source, collect, find_file, name_runs, parse, read_runs
+from jetrl_patch.cli.report.sources import collect, find_file, parse
 from jetrl_patch.cli.report.tables import make_table
 from jetrl_patch.errors import check_target, explain, writing
 from jetrl_patch.progress import Display, Progress
@@ -26,10 +26,10 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
 
     Raises:
         ReportError: there is nothing to report on, or matplotlib is missing (the page is written nevertheless).
+        ConfigError: the system refuses to read the file.
     """
     notes: list[str] = []
-    runs = read_runs(folder / "metrics.jsonl", notes)
-    name_runs([Source(folder, runs=runs)])
+    runs = collect([str(folder / "metrics.jsonl")], notes)
     summaries = write(runs, folder, title, subtitle, notes)
     draw_pictures(runs, folder)
     return summaries
@@ -46,19 +46,17 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
     notes: list[str] = []
     made = [out / "report.html", out / "summary.json"]
     with Display("report", warnings.file) as progress:
-        runs = _read(texts, notes, progress)
-        with writing(out):
-            progress.stage("writing the page")
-            summaries = write(runs, out, title, _subtitle(runs), notes)
-            progress.stage("drawing the pictures")
-            try:
+        runs, summaries = _write_page(texts, out, title, notes, progress)
+        progress.stage("drawing the pictures")
+        try:
+            with writing(out):
                 made += draw_pictures(runs, out)
-            except ReportError as error:
-                notes.append(str(error))
+        except ReportError as error:
+            notes.append(str(error))
     for note in notes:
-        warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        _warn(warnings, f"warning: {note}")
     console.print(make_table(summaries, title, console.width))
-    console.print(f"{out / 'report.html'} and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
+    console.print(f"{made[0]} and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
 
 
 def watch(
@@ -75,7 +73,7 @@ def watch(
     Waits for files that do not exist yet or hold no step.
 
     Args:
-        every: interval in seconds between two looks at the files, and between two reloads of the page.
+        every: seconds between two looks at the files, and between two reloads of the page.
         sleep: waits between two looks.
 
     Raises:
@@ -83,7 +81,6 @@ def watch(
         ConfigError: as ``command``.
     """
     check_target(out, folder=True)
-    page = out / "report.html"
     console.print(f"watching every {every} s; Ctrl-C ends it and writes the finished report", soft_wrap=True)
     before, said = None, ""
     try:
@@ -91,18 +88,15 @@ def watch(
             try:
                 state = _state(texts)
                 if state != before:
-                    notes: list[str] = []
                     with Display("report", warnings.file) as progress:
-                        runs = _read(texts, notes, progress)
-                        progress.stage("writing the page")
-                        with writing(out):
-                            write(runs, out, title, _subtitle(runs), notes, live=every)
+                        runs, _ = _write_page(texts, out, title, [], progress, live=every)
                     steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
-                    console.print(f"{time.strftime('%H:%M:%S')}  {steps}  {page}", markup=False, soft_wrap=True)
+                    now, page = time.strftime("%H:%M:%S"), out / "report.html"
+                    console.print(f"{now}  {steps}  {page}", markup=False, soft_wrap=True)
                     before = state
             except ReportError as error:
                 if str(error) != said:
-                    warnings.print(f"waiting: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+                    _warn(warnings, f"waiting: {error}")
                 said = str(error)
             sleep(every)
     except KeyboardInterrupt:
@@ -111,17 +105,19 @@ def watch(
 
 
 def _state(texts: Sequence[str]) -> list[tuple[Path, int, int]]:
-    """What changes while a run continues: each file with its size and time."""
+    """What changes while a run continues: the size and the time of each file."""
     files = [find_file(parse(text).path) for text in texts]
     return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
-    return f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+def _warn(warnings: Console, text: str) -> None:
+    warnings.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _read(texts: Sequence[str], notes: list[str], progress: Progress) -> list[Run]:
-    """The runs; notes which have no metric that the report shows, or none in common."""
+def _write_page(
+    texts: Sequence[str], out: Path, title: str, notes: list[str], progress: Progress, live: int = 0
+) -> tuple[list[Run], list[dict[str, Any]]]:
+    """Read the runs and write their page. Notes which have no metric that the report shows, or none in common."""
     runs = collect(texts, notes, progress)
     charts = draw(runs)
     if not charts:
@@ -129,11 +125,11 @@ def _read(texts: Sequence[str], notes: list[str], progress: Progress) -> list[Ru
         found = ", ".join([*seen][:8]) or "none"
         fix = "make the framework log rewards, timings or jetrl/… metrics"
         raise ReportError(explain("report", required="metrics of a training run", found=found, fix=fix))
-    having = [{chart.key for chart in charts if chart.series[i]} for i in range(len(runs))]
-    for run, keys in zip(runs, having, strict=True):
-        if not keys:
-            notes.append(f"{run.label}: has none of the metrics that the report shows")
-    some = [keys for keys in having if keys]
+    keys = {run.label: {chart.key for chart in charts if chart.series[i]} for i, run in enumerate(runs)}
+    notes += [f"{name}: has none of the metrics that the report shows" for name, shown in keys.items() if not shown]
+    some = [shown for shown in keys.values() if shown]
     if len(some) > 1 and not set.intersection(*some):
         notes.append("no metric is common to all runs; each chart shows the runs that have it")
-    return runs
+    progress.stage("writing the page")
+    with writing(out):
+        return runs, write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes, live)

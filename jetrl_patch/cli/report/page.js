@@ -131,7 +131,7 @@ function element(parent, name, attributes = {}, text) {
   return made;
 }
 
-const colour = (run) => `var(--run${page.runs[run].colour})`;
+const color = (run) => `var(--run${page.runs[run].color})`;
 
 class Chart {
   constructor(figure, spec) {
@@ -208,7 +208,7 @@ class Chart {
   }
 
   line(plot, { run, places, raw, values }, x, y, from, to) {
-    const stroke = colour(run), near = (i) => x(places[i]) >= from - 3 && x(places[i]) <= to + 3;
+    const stroke = color(run), near = (i) => x(places[i]) >= from - 3 && x(places[i]) <= to + 3;
     const path = (all) => {
       let d = "", pen = "M";
       all.forEach((value, i) => {
@@ -298,7 +298,7 @@ class Chart {
       row.insertCell().appendChild(swatch(run));
       row.insertCell().textContent = page.runs[run].name;
       row.insertCell().textContent = write(values[i], this.style) + (view.smooth && values[i] !== raw[i] ? ` (${write(raw[i], this.style)})` : "");
-      if (Number.isFinite(values[i])) element(this.guide, "circle", { cx: this.x(place), cy: this.y.at(values[i]), r: 4, style: `fill:${colour(run)}` });
+      if (Number.isFinite(values[i])) element(this.guide, "circle", { cx: this.x(place), cy: this.y.at(values[i]), r: 4, style: `fill:${color(run)}` });
     }
     this.tip.hidden = false;
     this.tip.style.left = "8px"; // so that its width follows its text, not the space left in the figure
@@ -342,6 +342,6 @@ function field(value) {
 function swatch(run) {
   const svg = document.createElementNS(SPACE, "svg");
   for (const [key, value] of [["class", "swatch"], ["viewBox", "0 0 34 10"], ["aria-hidden", "true"]]) svg.setAttribute(key, value);
-  element(svg, "line", { x1: 2, x2: 32, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": page.runs[run].dash, style: `stroke:${colour(run)}` });
+  element(svg, "line", { x1: 2, x2: 32, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": page.runs[run].dash, style: `stroke:${color(run)}` });
   return svg;
 }

@@ -11,8 +11,9 @@ from string import Template
 from typing import Any
 
 from jetrl_patch.cli.report import charts, tables
-from jetrl_patch.cli.report.charts import LIMIT, Chart, Scales
-from jetrl_patch.cli.report.runs import Points, Run, summarize
+from jetrl_patch.cli.report.charts import LIMIT, Chart, Scales, Style
+from jetrl_patch.cli.report.runs import Points, Run, spelled, summarize
+from jetrl_patch.cli.report.tables import Cell
 
 __all__ = ["short", "write"]
 
@@ -29,13 +30,47 @@ def write(
 
     Args:
         notes: warnings for the reader, such as skipped lines.
-        live: interval in seconds at which the page reloads itself; 0 for a finished page.
+        live: seconds between reloads of the page; 0 for a finished page.
 
     Returns:
         The contents of ``summary.json``: one dict per run, as ``summarize`` makes it.
     """
     summaries = [summarize(run) for run in runs]
-    page = _page(runs, summaries, title, subtitle, notes, live)
+    styles, scales = charts.choose(runs), Scales(runs)
+    drawn = [*charts.draw(runs), *map(scales.chart, scales.headline)]
+    swatches = [
+        '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><line x1="2" x2="32" y1="5" y2="5" stroke-width="3" '
+        f'stroke-dasharray="{style.stroke}" style="stroke:var(--run{style.color})"/></svg>'
+        for style in styles
+    ]
+    names: list[Cell] = [(swatches[i] + escape(run.label), run.label, "left name") for i, run in enumerate(runs)]
+    toggles = (
+        f'<label><input type="checkbox" value="{i}" checked>{swatches[i]}<span>{escape(run.label)}</span></label>'
+        for i, run in enumerate(runs)
+    )
+    bys = {"step": "steps"} | ({"tokens": "sampled tokens"} if any(run.tokens for run in runs) else {})
+    bys |= {"time": "time"} if any(run.time for run in runs) else {}
+    light, dark = (" ".join(f"--run{i}: {c};" for i, c in enumerate(colors)) for colors in (charts.LIGHT, charts.DARK))
+    here = Path(__file__).parent
+    html, css, script, controls = (
+        (here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js", "controls.js")
+    )
+    page = Template(html).substitute(
+        title=escape(title),
+        subtitle=escape(subtitle),
+        style=f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{css}",
+        live=_LIVE.format(seconds=live) if live else "",
+        notes=f'<div class="note" role="note"><ul>{_all("<li>{}</li>", notes)}</ul></div>' if notes else "",
+        cards=tables.cards_html(summaries),
+        toggles="".join(toggles),
+        bys="".join(f'<option value="{name}">{text}</option>' for name, text in bys.items()),
+        summary=tables.summary_html(summaries, names),
+        charts="".join(_section(group, drawn, scales, summaries, names) for group in charts.GROUPS),
+        answers=tables.answers_html(next((run.final for run in reversed(runs) if run.final.get("answers")), {})),
+        legend="".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in tables.shown_columns(summaries) if c.help),
+        data=_data(runs, styles, drawn, scales),
+        script=f"{script}\n{controls}",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("summary.json", json.dumps(summaries, indent=2) + "\n"), ("report.html", page)):
         fresh = folder / f".{name}.new"
@@ -44,73 +79,34 @@ def write(
     return summaries
 
 
-def _page(
-    runs: Sequence[Run], summaries: Sequence[dict[str, Any]], title: str, subtitle: str, notes: Sequence[str], live: int
-) -> str:
-    styles, scales = charts.choose(runs), Scales(runs)
-    drawn = [*charts.draw(runs), *map(scales.chart, scales.headline)]
-    swatches = [
-        '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><line x1="2" x2="32" y1="5" y2="5" stroke-width="3" '
-        f'stroke-dasharray="{_dashes(style.dash)}" style="stroke:var(--run{style.colour})"/></svg>'
-        for style in styles
-    ]
-    toggles = (
-        f'<label><input type="checkbox" value="{i}" checked>{swatches[i]}<span>{escape(run.label)}</span></label>'
-        for i, run in enumerate(runs)
-    )
-    told = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    final = next((run.final for run in reversed(runs) if run.final.get("answers")), {})
-    changed = final.get("answers_changed", {})
-    counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in tables.CHANGES)
-    known = (("steps", "step", True), ("sampled tokens", "tokens", any(run.tokens for run in runs)),
-             ("time", "time", any(run.time for run in runs)))  # fmt: skip
-    light, dark = (" ".join(f"--run{i}: {c};" for i, c in enumerate(colours)) for colours in (charts.LIGHT, charts.DARK))
-    html, css, script, controls = (
-        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js", "controls.js")
-    )
-    return Template(html).substitute(
-        title=escape(title),
-        subtitle=escape(subtitle),
-        style=f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{css}",
-        live=_LIVE.format(seconds=live) if live else "",
-        notes=f'<div class="note" role="note"><ul>{told}</ul></div>' if notes else "",
-        cards=tables.cards_html(summaries),
-        toggles="".join(toggles),
-        bys="".join(f'<option value="{name}">{text}</option>' for text, name, having in known if having),
-        summary=tables.summary_html(summaries, swatches),
-        charts=_sections(drawn, scales, summaries, swatches),
-        answers=tables.answers_html(final.get("answers", ()), changed if counted else {}),
-        legend="".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in tables.shown_columns(summaries) if c.help),
-        data=_data(runs, [(style.colour, _dashes(style.dash)) for style in styles], drawn, scales),
-        script=f"{script}\n{controls}",
-    )
-
-
 _LIVE = (
     '<p class="note live" id="live" data-seconds="{seconds}">Live: reloads every {seconds} s. '
     '<button type="button">Pause</button></p>'
 )
 
 
-def _sections(drawn: Sequence[Chart], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
-    """The charts by group; the last group is collapsed, and what never changes in it is a list."""
-    html = []
-    for group in charts.GROUPS:
-        here = [chart for chart in drawn if chart.group == group]
-        still = [chart for chart in here if group == charts.OTHER and chart.steady is not None]
-        figures = [_figure(chart.key, chart.title, chart.help) for chart in here if chart not in still]
-        grid = f'<div class="grid">{"".join(figures)}</div>' if figures else ""
-        if group == charts.FP8 and scales.series:
-            grid += _scales(scales) + tables.layers_html(scales, summaries, swatches)
-        if group == charts.TIME:
-            grid += tables.parts_html(summaries, swatches)
-        if still:
-            told = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{c.steady:,.10g}</dd>' for c in still)
-            grid += f"<h3>The same at every step of every run</h3><dl>{''.join(told)}</dl>"
-        if group == charts.OTHER and grid:
-            grid = f"<details><summary>Show {len(figures)} charts</summary>{grid}</details>"
-        html.append(f"<h2>{escape(group)}</h2>{grid}" if grid else "")
-    return "".join(html)
+def _all(template: str, texts: Sequence[str]) -> str:
+    return "".join(template.format(escape(text)) for text in texts)
+
+
+def _section(
+    group: str, drawn: Sequence[Chart], scales: Scales, summaries: Sequence[dict[str, Any]], names: Sequence[Cell]
+) -> str:
+    """The charts of a group. The last group is collapsed, and lists what never changes."""
+    here = [chart for chart in drawn if chart.group == group]
+    still = [chart for chart in here if group == charts.OTHER and chart.steady is not None]
+    figures = [_figure(chart.key, chart.title, chart.help) for chart in here if chart not in still]
+    html = f'<div class="grid">{"".join(figures)}</div>' if figures else ""
+    if group == charts.FP8 and scales.series:
+        html += _chosen(scales) + tables.layers_html(scales, names)
+    if group == charts.TIME:
+        html += tables.parts_html(summaries, names)
+    if still:
+        rows = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{c.steady:,.10g}</dd>' for c in still)
+        html += f"<h3>The same at every step of every run</h3><dl>{''.join(rows)}</dl>"
+    if group == charts.OTHER and html:
+        html = f"<details><summary>Show {len(figures)} charts</summary>{html}</details>"
+    return f"<h2>{escape(group)}</h2>{html}" if html else ""
 
 
 def _figure(key: str, title: str, help: str) -> str:
@@ -122,20 +118,19 @@ def _figure(key: str, title: str, help: str) -> str:
     )
 
 
-def _scales(scales: Scales) -> str:
+def _chosen(scales: Scales) -> str:
     """A chart for a statistic and a layer of the reader's choice."""
     whats = "".join(f'<option value="{escape(what)}">{escape(charts.describe(what).title)}</option>' for what in scales.series)
-    layers = "".join(f"<option>{escape(layer)}</option>" for layer in scales.layers)
     zero = escape(", ".join(charts.describe(what).title for what in scales.silent))
     return (
         (f'<p class="soft">0 at every measured step of every run: {zero}.</p>' if zero else "")
         + f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label><label>Layer '
-        f'<select id="layer" autocomplete="off"><option value="">worst layer</option>{layers}</select></label></div>'
-        + _figure("scales", "", "")
+        '<select id="layer" autocomplete="off"><option value="">worst layer</option>'
+        + f'{_all("<option>{}</option>", scales.layers)}</select></label></div>{_figure("scales", "", "")}'
     )
 
 
-def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], drawn: Sequence[Chart], scales: Scales) -> str:
+def _data(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Chart], scales: Scales) -> str:
     """The data for the page's script, as JSON that cannot close its script element."""
     lines = sum(len(layers) for layers in scales.series.values()) * len(runs)
     limit = max(8, min(LIMIT, _SCALE_POINTS // max(1, lines)))
@@ -147,9 +142,9 @@ def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], drawn: Sequence
         layers[what] = {**_axis(worst), "help": worst.help, "layers": single}
     data = {
         "runs": [
-            {"name": run.label, "colour": colour, "dash": dash, "extent": [min(run.steps), max(run.steps)],
+            {"name": run.label, "color": style.color, "dash": style.stroke, "extent": [min(run.steps), max(run.steps)],
              "sums": {"tokens": _points(run.tokens), "time": _points(run.time)}}
-            for run, (colour, dash) in zip(runs, looks, strict=True)
+            for run, style in zip(runs, styles, strict=True)
         ],
         "charts": {chart.key: {**_axis(chart), "series": [*map(_points, chart.series)]} for chart in drawn},
         "scales": layers,
@@ -161,19 +156,15 @@ def _axis(chart: Chart) -> dict[str, Any]:
     return {name: getattr(chart, name) for name in ("title", "log", "low", "high", "style", "limits")}
 
 
-def _dashes(lengths: Sequence[int]) -> str:
-    return " ".join(map(str, lengths)) or "none"
-
-
 def _points(points: Points, limit: int = LIMIT) -> list[list[Any]] | None:
     kept = charts.thin(points, limit)
     return [[step for step, _ in kept], [short(value) for _, value in kept]] if kept else None
 
 
 def short(value: float) -> float | str:
-    """Round a value to the digits that a chart can show, never to 0 or 1; non-finite values become strings, for JSON."""
+    """Round a value to the digits that a chart can show, never to 0 or 1; non-finite values become words, for JSON."""
     if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        return spelled(value)
     rounded = float(f"{value:.5g}")
     if not math.isfinite(rounded) or (rounded in (0.0, 1.0) and rounded != value):
         return value

@@ -22,7 +22,7 @@ _PICTURES = {
     "agreement.png": ("k3", "bit-equal", "ess", "clipped", "masked"),
     "time.png": ("seconds",),
 }
-_PART_LOOKS = (("#33475f", ""), ("#ffffff", "////"), ("#8fa3bb", ""), ("#e5e9ef", ".."))  # colour and hatching
+_PART_LOOKS = (("#33475f", ""), ("#ffffff", "////"), ("#8fa3bb", ""), ("#e5e9ef", ".."))  # color and hatching
 _LOOK = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
     "axes.titlesize": 10, "grid.color": "#e5e7eb", "xtick.labelsize": 8, "ytick.labelsize": 8, "lines.linewidth": 1.7,
@@ -32,11 +32,7 @@ _FEW = 12  # lines of at most this many points get markers
 
 
 def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Draw every picture for which a run has data, and return the files.
-
-    Raises:
-        ReportError: matplotlib is missing.
-    """
+    """Draw every picture for which a run has data, and return the files. Raises ReportError without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -72,7 +68,7 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def _line(style: Style) -> dict[str, Any]:
     # dashes on top show where two runs coincide
-    return {"color": LIGHT[style.colour], "linestyle": (0, style.dash) if style.dash else "-", "zorder": 3 if style.dash else 2}
+    return {"color": LIGHT[style.color], "linestyle": (0, style.dash) if style.dash else "-", "zorder": 3 if style.dash else 2}
 
 
 def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
@@ -83,7 +79,7 @@ def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
         axes.plot([s for s, _ in points], [v for _, v in points], marker=marker, **_line(style))
         bad = [s for s, v in points if not math.isfinite(v)]  # crosses at the edge, as on the page
         if bad:
-            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": LIGHT[style.colour], "markersize": 6}
+            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": LIGHT[style.color], "markersize": 6}
             axes.plot(bad, [1.0] * len(bad), "x", **edge)
     axes.xaxis.get_major_locator().set_params(integer=True)
     values = [value for points in chart.series for _, value in points if math.isfinite(value)]
@@ -94,9 +90,9 @@ def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
 
 
 def _linear_axis(axes: Axes, chart: Chart, least: float, most: float) -> None:
-    """End the axis where the chart says, else at the data, but not at what cannot occur."""
+    """Draw the chart's limits, and end the axis where the chart says, else at the data, without impossible values."""
     for limit in chart.limits:
-        # one far away would flatten the lines
+        # a distant limit would flatten the lines
         if chart.style == "db" or abs(limit.value - (least + most) / 2) <= 4.5 * (most - least):
             axes.axhline(limit.value, color="#b3261e", linestyle=(0, (5, 4)), linewidth=1)
             axes.annotate(limit.name, (1, limit.value), (0, 3), xycoords=("axes fraction", "data"),
@@ -116,7 +112,7 @@ def _linear_axis(axes: Axes, chart: Chart, least: float, most: float) -> None:
 
 
 def _log_axis(axes: Axes, values: Sequence[float], word: str) -> None:
-    """Make the axis logarithmic; with values of 0, linear from 0 to the smallest decade, so that 0 is at the bottom."""
+    """Make the axis logarithmic. With values of 0, it is linear below the smallest decade and has 0 at the bottom."""
     positive = [value for value in values if value > 0]
     if len(positive) == len(values):
         axes.set_yscale("log")
@@ -133,9 +129,9 @@ def _parts(axes: Axes, runs: Sequence[Run]) -> None:
     """The parts of a step as one stacked bar per run."""
     known = {run.label: run.parts for run in runs if run.parts}
     left = [0.0] * len(known)
-    for name, (colour, hatch) in zip((*PARTS, "other"), _PART_LOOKS, strict=True):
+    for name, (color, hatch) in zip((*PARTS, "other"), _PART_LOOKS, strict=True):
         widths = [parts[name] for parts in known.values()]
-        axes.barh(list(known), widths, left=left, label=name, color=colour, hatch=hatch, edgecolor="#4a5567", height=0.62)
+        axes.barh(list(known), widths, left=left, label=name, color=color, hatch=hatch, edgecolor="#4a5567", height=0.62)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.grid(visible=False)

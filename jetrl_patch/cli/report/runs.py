@@ -12,11 +12,12 @@ from typing import Any
 
 from jetrl_patch.errors import JetrlError
 
-__all__ = ["ACCURACY", "PARTS", "REWARD", "SECONDS", "Points", "ReportError", "Run", "number", "summarize"]
+__all__ = ["ACCURACY", "PARTS", "REWARD", "SECONDS", "Points", "ReportError", "Run", "extreme", "number", "spelled", "summarize"]
 
 #: the names that verl and OpenRLHF give to the same metric
 REWARD = ("critic/score/mean", "rollout/reward_mean", "reward")
 SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step")  # verl times validation separately
+#: verl's val-core/SOURCE/…/mean@N and OpenRLHF's eval_SOURCE_pass1
 ACCURACY = re.compile(r"val-core/.*/mean@\d+|eval_.*_pass1")
 
 #: parts of a step, with the timers of both frameworks; the rest of a step is "other"
@@ -28,6 +29,8 @@ PARTS = {
         "timing_s/update_actor", "timing/make_experience", "timing/ppo_train",
     ),
 }  # fmt: skip
+
+_CORRECTED = ("jetrl/clipped_fraction", "jetrl/masked_fraction")
 
 Points = list[tuple[int, float]]
 
@@ -47,9 +50,9 @@ class Run:
         source: where the run comes from; it keeps files with the same arm apart.
     """
 
-    precision: str
-    align: str
-    seed: int
+    precision: str = ""
+    align: str = ""
+    seed: int = 0
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     final: dict[str, Any] = field(default_factory=dict)
     correction: str = ""
@@ -74,9 +77,16 @@ class Run:
         return sorted(step for step, data in self.steps.items() if {*REWARD, *SECONDS, "jetrl/tokens"} & set(data))
 
     def series(self, name: str) -> Points:
-        """``(step, value)`` of one metric, ascending, without steps that lack it; null counts as NaN."""
-        pairs = ((step, number(self.steps[step][name])) for step in sorted(self.steps) if name in self.steps[step])
-        return [(step, value) for step, value in pairs if value is not None]
+        """``(step, value)`` of one metric, ascending, without steps that lack it; null counts as NaN.
+
+        Empty for the correction's share of tokens where no correction was on: such a run logs 0 without measuring it.
+        """
+        values = ((step, number(self.steps[step][name])) for step in sorted(self.steps) if name in self.steps[step])
+        found = [(step, value) for step, value in values if value is not None]
+        if name in _CORRECTED and not any(value for _, value in found):
+            corrects = self.correction not in ("", "none") or self.series("jetrl/correction_weight_mean")
+            return found if corrects else []
+        return found
 
     def first_of(self, names: tuple[str, ...]) -> Points:
         """The series of the first name that the run has."""
@@ -94,21 +104,13 @@ class Run:
 
     @property
     def accuracy(self) -> Points:
-        """``(step, held-out accuracy)``, averaged over data sources: verl's ``val-core/<source>/…/mean@n`` or OpenRLHF's
-        ``eval_<source>_pass1``.
-        """
+        """``(step, held-out accuracy)``, averaged over the data sources, which ``ACCURACY`` recognizes."""
         found = []
         for step, data in sorted(self.steps.items()):
             values = [number(raw) for name, raw in data.items() if ACCURACY.fullmatch(name)]
             if known := [value for value in values if value is not None]:
                 found.append((step, fmean(known)))
         return found
-
-    def corrected(self, name: str) -> Points:
-        """The series of a figure on the correction. A run without one logs 0, which is no measurement: []."""
-        found = self.series(name)
-        on = self.correction not in ("", "none") or bool(self.series("jetrl/correction_weight_mean"))
-        return found if on or any(value for _, value in found) else []
 
     @property
     def tokens(self) -> Points:
@@ -121,7 +123,7 @@ class Run:
         return _sums(self.seconds)
 
     def part(self, name: str) -> Points:
-        """``(step, seconds)`` of one of ``PARTS``; if the framework does not time the sync, the plugin's metric is used."""
+        """``(step, seconds)`` of one of ``PARTS``. Where the framework does not time the sync, the plugin does."""
         totals: dict[int, float] = {}
         for metric in PARTS[name]:
             for step, value in self.series(metric):
@@ -134,19 +136,17 @@ class Run:
     def parts(self) -> dict[str, float]:
         """Mean seconds per step of each of ``PARTS`` and of "other", over steps of known duration; {} if there are none."""
         lengths = {step: value for step, value in self.seconds if math.isfinite(value)}
-        if not lengths:
-            return {}
         inside = {name: [v for step, v in self.part(name) if step in lengths and math.isfinite(v)] for name in PARTS}
-        sums = {name: sum(values) / len(lengths) for name, values in inside.items()}
-        if not any(sums.values()):
+        if not any(map(sum, inside.values())):
             return {}
+        means = {name: sum(values) / len(lengths) for name, values in inside.items()}
         # in an asynchronous run the parts overlap and may add up to more than the step
-        return {**sums, "other": max(0.0, fmean(lengths.values()) - sum(sums.values()))}
+        return {**means, "other": max(0.0, fmean(lengths.values()) - sum(means.values()))}
 
 
 def _sums(points: Points) -> Points:
-    steps = [step for step, _ in points]
-    return list(zip(steps, itertools.accumulate(v if math.isfinite(v) else 0.0 for _, v in points), strict=True))
+    sums = itertools.accumulate(value if math.isfinite(value) else 0.0 for _, value in points)
+    return [(step, total) for (step, _), total in zip(points, sums, strict=True)]
 
 
 def number(value: object) -> float | None:
@@ -159,8 +159,15 @@ def number(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # an integer
         return math.inf if value > 0 else -math.inf
+
+
+def spelled(value: float) -> float | str:
+    """``value`` for JSON and HTML, where NaN and infinities are words, which ``number`` reads."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -170,8 +177,19 @@ def summarize(run: Run) -> dict[str, Any]:
     ``sync_share`` is the weight sync's share of the total time, and ``parts`` are mean seconds per step.
     """
     tokens, parts = run.series("jetrl/tokens"), run.parts
-    whole = sum(parts.values())
     syncs, lengths = finite(run.series("jetrl/sync_seconds")), finite(run.seconds)
+
+    def mean(name: str) -> float | None:
+        """Mean over tokens. NaN if any step is NaN, so that a broken step does not disappear in the average."""
+        weights = dict(tokens)
+        values = [(value, weights.get(step, 1.0)) for step, value in run.series(f"jetrl/{name}")]
+        total = sum(weight for _, weight in values)
+        return sum(value * weight for value, weight in values if weight) / total if total else None
+
+    def last(name: str) -> int | None:
+        values = finite(run.series(f"jetrl/{name}"))
+        return int(values[-1]) if values else None
+
     return {
         "name": run.label,
         "precision": run.precision,
@@ -183,21 +201,21 @@ def summarize(run: Run) -> dict[str, Any]:
         "tokens": int(sum(finite(tokens))) if tokens else None,
         **_ends("reward", run.reward),
         **_ends("accuracy", run.accuracy),
-        "logp_abs_diff_mean": _token_mean(run, run.series("jetrl/logp_abs_diff_mean")),
-        "logp_abs_diff_max": _extreme(max, run.series("jetrl/logp_abs_diff_max")),
-        "bit_equal_fraction_min": _extreme(min, run.series("jetrl/bit_equal_fraction")),
-        "route_mismatch_mean": _token_mean(run, run.series("jetrl/route_mismatch")),
-        "ess_mean": _token_mean(run, run.series("jetrl/ess")),
-        "clipped_fraction_mean": _token_mean(run, run.corrected("jetrl/clipped_fraction")),
-        "k3_kl_mean": _token_mean(run, run.series("jetrl/k3_kl")),
-        "sync_bytes": _last_integer(run, "jetrl/sync_bytes"),
-        "sync_bytes_bf16": _last_integer(run, "jetrl/sync_bytes_bf16"),
+        "logp_abs_diff_mean": mean("logp_abs_diff_mean"),
+        "logp_abs_diff_max": extreme(max, run.series("jetrl/logp_abs_diff_max")),
+        "bit_equal_fraction_min": extreme(min, run.series("jetrl/bit_equal_fraction")),
+        "route_mismatch_mean": mean("route_mismatch"),
+        "ess_mean": mean("ess"),
+        "clipped_fraction_mean": mean("clipped_fraction"),
+        "k3_kl_mean": mean("k3_kl"),
+        "sync_bytes": last("sync_bytes"),
+        "sync_bytes_bf16": last("sync_bytes_bf16"),
         "sync_seconds_mean": fmean(syncs) if syncs else None,
-        "sync_share": parts["weight sync"] / whole if whole and parts["weight sync"] else None,
+        "sync_share": parts["weight sync"] / sum(parts.values()) if parts.get("weight sync") else None,
         "step_seconds_median": median(lengths) if lengths else None,
         "parts": parts,
         "peak_memory_bytes": run.final.get("peak_memory_bytes"),
-        "quantized_layers": _last_integer(run, "jetrl/quantized_layers"),
+        "quantized_layers": last("quantized_layers"),
         "versions": run.final.get("versions") or {},
     }
 
@@ -207,26 +225,12 @@ def finite(points: Points) -> list[float]:
     return [value for _, value in points if math.isfinite(value)]
 
 
+def extreme(pick: Callable[[Iterable[float]], float], points: Points) -> float | None:
+    """The largest or smallest value, by ``max`` or ``min``; NaN if any is NaN, None if there is none."""
+    values = [value for _, value in points]
+    return math.nan if any(map(math.isnan, values)) else pick(values) if values else None
+
+
 def _ends(name: str, points: Points) -> dict[str, float | None]:
     first, last = (points[0][1], points[-1][1]) if points else (None, None)
     return {f"{name}_first": first, f"{name}_last": last, f"{name}_best": max(finite(points), default=None)}
-
-
-def _token_mean(run: Run, points: Points) -> float | None:
-    """Mean over tokens. NaN if any step is NaN, so that a broken step does not disappear in the average."""
-    weights = dict(run.series("jetrl/tokens"))
-    values = [(value, weights.get(step, 1.0)) for step, value in points]
-    total = sum(weight for _, weight in values)
-    return sum(value * weight for value, weight in values if weight) / total if total else None
-
-
-def _extreme(pick: Callable[[Iterable[float]], float], points: Points) -> float | None:
-    values = [value for _, value in points]
-    if any(map(math.isnan, values)):
-        return math.nan
-    return pick(values) if values else None
-
-
-def _last_integer(run: Run, name: str) -> int | None:
-    values = finite(run.series(name))
-    return int(values[-1]) if values else None

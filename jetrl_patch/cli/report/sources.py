@@ -10,13 +10,13 @@ where ``final`` may also hold ``answers``, a list of ``{"question", "before", "b
 
     {"step": 3, "data": {"critic/score/mean": 0.5, ...}}
 
-One flat object per step, as in a history exported from Weights & Biases; OpenRLHF's prefixes ``train/`` and ``eval/`` go::
+One flat object per step, such as a history exported from Weights & Biases; OpenRLHF's prefixes ``train/`` and ``eval/`` are cut::
 
     {"_step": 3, "train/global_step": 3, "train/rollout/reward_mean": 0.5, ...}
 
 In logs, verl's ``console`` logger prints ``step:3 - critic/score/mean:0.5 - actor/lr:np.float64(1e-06)``; OpenRLHF prints
 ``Global step 3: {'rollout/reward_mean': 0.5, ...}`` and ``Evaluation completed in ..., global_step 3, eval_metrics: {...}``;
-``jetrl``'s launcher prints ``jetrl: precision NAME, align NAME, correction NAME, ...``. Ray's prefixes and colour codes may
+``jetrl``'s launcher prints ``jetrl: precision NAME, align NAME, correction NAME, ...``. Ray's prefixes and color codes may
 precede any of these.
 """
 
@@ -41,9 +41,10 @@ __all__ = ["Source", "collect", "find_file", "name_runs", "openrlhf_step", "pars
 _WAYS = "give metrics.jsonl, the .jsonl of verl's file logger, a console log or TensorBoard's event file"
 
 Data = dict[str, Any]
+Step = tuple[Run, int, Data]
 
-# --- the RUN arguments
 
+# ---- The RUN arguments ---------------------------------------------------------------------------
 
 @dataclass
 class Source:
@@ -77,11 +78,11 @@ def collect(texts: Sequence[str], notes: list[str], progress: Progress = SILENT)
         ReportError: a name or a file is given twice, or a file is not of a known format.
         ConfigError: the system refuses to read a file.
     """
-    sources = []
+    sources: list[Source] = []
+    seen: dict[Path, str] = {}
     for text in texts:
         with reading(text):
             sources.append(parse(text))
-    seen: dict[Path, str] = {}
     progress.stage("reading", len(texts), "runs")
     for count, (source, text) in enumerate(zip(sources, texts, strict=True)):
         progress.done(count)
@@ -152,11 +153,11 @@ def _parts(path: Path) -> tuple[str, ...]:
     return parts
 
 
-# --- one file
+# ---- One file ------------------------------------------------------------------------------------
 
 
 def read_runs(path: Path, notes: list[str] | None = None) -> list[Run]:
-    """The runs of one file that have a step, in order of appearance. Of a step written twice the later figures count.
+    """The runs of one file that have a step, in order of appearance. If a step was written twice, the later figures count.
 
     Args:
         notes: receives a line about anything skipped, such as a truncated last line.
@@ -179,8 +180,8 @@ def read_runs(path: Path, notes: list[str] | None = None) -> list[Run]:
     return list(runs.values())
 
 
-def _reader(path: Path) -> Callable[[Path, list[str]], Iterator[tuple[Run, int, Data]]]:
-    """Yields the runs of a file with each step and its metrics. Notes what it skips."""
+def _reader(path: Path) -> Callable[[Path, list[str]], Iterator[Step]]:
+    """The reader for a file's format. It yields each step with its run and its metrics, and notes what it skips."""
     if path.suffix == ".wandb":
         fix = "export its history as JSON lines"
         raise ReportError(explain(str(path), required="JSON lines", found="wandb's binary format", fix=fix))
@@ -191,7 +192,7 @@ def _reader(path: Path) -> Callable[[Path, list[str]], Iterator[tuple[Run, int, 
     return _read_lines if path.suffix == ".jsonl" or first.lstrip()[:1] in (b"{", b"[") else _read_log
 
 
-def _read_events(path: Path, notes: list[str]) -> Iterator[tuple[Run, int, Data]]:
+def _read_events(path: Path, notes: list[str]) -> Iterator[Step]:
     """The scalars of TensorBoard's event file. A record truncated by a crash is ignored."""
     try:
         loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
@@ -199,17 +200,17 @@ def _read_events(path: Path, notes: list[str]) -> Iterator[tuple[Run, int, Data]
     except ImportError as error:
         fix = "run pip install tensorboard"
         raise ReportError(explain(str(path), required="the tensorboard package", found=error, fix=fix)) from error
-    run = Run("", "", 0)
+    run = Run()
     for event in loader.EventFileLoader(str(path)).Load():
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "scalars":
                 yield run, event.step, {_bare(value.tag): float(tensors.make_ndarray(value.tensor).item())}
 
 
-# --- logs
+# ---- Logs ----------------------------------------------------------------------------------------
 
 _NUMBER = r"(-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))"
-_VERL = re.compile(r"(?:^|\s|m)step:(\d+) - (.*)")  # the m ends a colour code
+_VERL = re.compile(r"(?:^|\s|m)step:(\d+) - (.*)")  # the m ends a color code
 _VERL_FIGURE = re.compile(rf"(?:np\.\w+\()?{_NUMBER}\)?")
 _OPENRLHF = re.compile(r"(?:Global step|Evaluation completed .*global_step) (\d+)(?:, eval_metrics)?: \{(.*)\}")
 _OPENRLHF_FIGURE = re.compile(rf"'([^']+)': {_NUMBER}")
@@ -231,97 +232,93 @@ def openrlhf_step(line: str) -> tuple[int, Data] | None:
     return (int(match[1]), {name: float(value) for name, value in _OPENRLHF_FIGURE.findall(match[2])}) if match else None
 
 
-def _read_log(path: Path, notes: list[str]) -> Iterator[tuple[Run, int, Data]]:
-    run = Run("", "", 0)
+def _read_log(path: Path, notes: list[str]) -> Iterator[Step]:
+    run = Run()
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             line = raw.decode("utf-8", errors="replace")
             if settings := _SETTINGS.search(line):
                 run.precision, run.align, run.correction = settings[1], settings[2], settings[3] or ""
             found = verl_step(line) or openrlhf_step(line)
-            if found and not raw.endswith(b"\n"):  # its last value may have lost digits
+            if found and not raw.endswith(b"\n"):  # the last value may lack digits
                 notes.append(f"{path}, line {number}: truncated; the lines before it are used")
             elif found:
                 yield run, *found
 
 
-# --- JSON lines
+# ---- JSON lines ----------------------------------------------------------------------------------
 
 #: keys that hold the step of a flat record, in order of preference
 _STEP_NAMES = ("train/global_step", "eval/global_step", "global_step", "step", "training/global_step", "_step")
 
-Mode = tuple[str, str, int, str, str]
-#: reads a record that stands at a place: the run's mode, a step or None for what a run records at its end, and the data
-Format = Callable[[Data, str], tuple[Mode, int | None, Data]]
 
-
-def _read_lines(path: Path, notes: list[str]) -> Iterator[tuple[Run, int, Data]]:
-    runs: dict[Mode, Run] = {}
-    read: Format | None = None
-    for number, record in _records(path, notes):
-        where = f"{path}, line {number}"
-        if not isinstance(record, dict):
-            found = type(record).__name__
-            raise ReportError(explain(where, required="a JSON object", found=found, fix="check that this is a metrics file"))
-        read = read or _format(record, where)
-        mode, step, data = read(record, where)
-        precision, align, seed, correction, replay = mode
-        run = runs.setdefault(mode, Run(precision, align, seed, correction=correction, router_replay=replay))
+def _read_lines(path: Path, notes: list[str]) -> Iterator[Step]:
+    runs: dict[tuple[str, int], Run] = {}
+    kind = ""
+    for where, record in _records(path, notes):
+        kind = kind or _kind(record, where)
+        run, step, data = _parsed(kind, record, where)
+        run = runs.setdefault((run.arm, run.seed), run)
         if step is None:
             run.final.update(data)
         else:
             yield run, step, data
 
 
-def _records(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
+def _records(path: Path, notes: list[str]) -> Iterator[tuple[str, Data]]:
+    """Each object of the file and the place where it stands."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
             try:
-                if line.strip():
-                    yield number, json.loads(line)
+                record = json.loads(line) if line.strip() else None
             except ValueError as error:  # JSONDecodeError, or UnicodeDecodeError
                 if not line.endswith(b"\n"):
-                    notes.append(f"{path}, line {number}: truncated; the {number - 1} lines before it are used")
+                    notes.append(f"{where}: truncated; the {number - 1} lines before it are used")
                     return
-                where, why = f"{path}, line {number}: not JSON", getattr(error, "msg", "not UTF-8")
-                raise ReportError(explain(where, required="one object per line", found=why, fix="remove the line")) from None
+                why, fix = getattr(error, "msg", "not UTF-8"), "remove the line"
+                raise ReportError(explain(f"{where}: not JSON", required="one object per line", found=why, fix=fix)) from None
+            if isinstance(record, dict):
+                yield where, record
+            elif line.strip():
+                found, fix = type(record).__name__, "check that this is a metrics file"
+                raise ReportError(explain(where, required="a JSON object", found=found, fix=fix))
 
 
-def _format(record: Data, where: str) -> Format:
+def _kind(record: Data, where: str) -> str:
+    """The format that a file's first record has."""
     if "precision" in record:
-        return _ours
+        return "examples"
     if isinstance(record.get("data"), dict):
-        return _verl
+        return "verl"
     if any(name in record for name in _STEP_NAMES):
-        return _flat
+        return "flat"
     wanted = 'an object with "step" and "data", or with one of ' + ", ".join(_STEP_NAMES)
     found = "an object with " + (", ".join(list(record)[:8]) or "nothing in it")
     raise ReportError(explain(where, required=wanted, found=found, fix="give a file written by a metrics logger"))
 
 
-def _ours(record: Data, where: str) -> tuple[Mode, int | None, Data]:
-    precision, align, seed = record.get("precision"), record.get("align"), record.get("seed")
-    if not isinstance(precision, str) or not isinstance(align, str) or not isinstance(seed, int):
-        raise ReportError(f"{where}: a record needs precision and align (strings) and seed (an integer)")
-    mode = precision, align, seed, str(record.get("correction") or ""), str(record.get("router_replay") or "")
-    if isinstance(record.get("final"), dict):
-        return mode, None, record["final"]
-    if not isinstance(record.get("step"), int) or not isinstance(record.get("data"), dict):
-        raise ReportError(f"{where}: a record needs step and data, or final")
-    return mode, record["step"], record["data"]
-
-
-def _verl(record: Data, where: str) -> tuple[Mode, int | None, Data]:
+def _parsed(kind: str, record: Data, where: str) -> tuple[Run, int | None, Data]:
+    """A run without steps, which says the mode; the step, None for what a run records at its end; and the data."""
+    run = Run()
+    if kind == "flat":
+        step = next((record[name] for name in _STEP_NAMES if record.get(name) is not None), None)
+        # a flat history omits what was not logged at this step, or writes null
+        data = {_bare(name): value for name, value in record.items() if name not in _STEP_NAMES and value is not None}
+        return run, _step(step, where), data
+    needs = '"data", as the lines before it have'
+    if kind == "examples":
+        precision, align, seed = record.get("precision"), record.get("align"), record.get("seed")
+        if not isinstance(precision, str) or not isinstance(align, str) or not isinstance(seed, int):
+            raise ReportError(f"{where}: a record needs precision and align (strings) and seed (an integer)")
+        correction, replay = (str(record.get(name) or "") for name in ("correction", "router_replay"))
+        run = Run(precision, align, seed, correction=correction, router_replay=replay)
+        if isinstance(record.get("final"), dict):
+            return run, None, record["final"]
+        needs = "data, or final"
     if not isinstance(record.get("data"), dict):
-        raise ReportError(f'{where}: a record needs "data", as the lines before it have')
-    return ("", "", 0, "", ""), _step(record.get("step"), where), record["data"]
-
-
-def _flat(record: Data, where: str) -> tuple[Mode, int | None, Data]:
-    step = next((record[name] for name in _STEP_NAMES if record.get(name) is not None), None)
-    # a flat history omits what was not logged at this step, or writes null
-    data = {_bare(name): value for name, value in record.items() if name not in _STEP_NAMES and value is not None}
-    return ("", "", 0, "", ""), _step(step, where), data
+        raise ReportError(f"{where}: a record needs {needs}")
+    return run, _step(record.get("step"), where), record["data"]
 
 
 def _step(value: object, where: str) -> int:

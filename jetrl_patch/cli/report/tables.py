@@ -1,7 +1,4 @@
-"""The report's tables: the columns of the summary, the terminal's tables by rich, and those of the page.
-
-A table of the page is plain HTML with the run as an attribute of each row and the sort key as an attribute of each cell.
-"""
+"""The report's tables: the columns of the summary, the terminal's tables by rich, and those of the page, as plain HTML."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import fmean
 from typing import Any
 
 from rich import box, markup
@@ -16,11 +14,11 @@ from rich.cells import cell_len
 from rich.table import Table
 
 from jetrl_patch.cli.report.charts import Scales, describe
-from jetrl_patch.cli.report.runs import PARTS
+from jetrl_patch.cli.report.runs import PARTS, spelled
 
 __all__ = [
-    "CHANGES", "COLUMNS", "Column", "answers_html", "cards_html", "changes_text", "layers_html", "make_answers", "make_table",
-    "parts_html", "shown_columns", "summary_html",
+    "CHANGES", "COLUMNS", "Cell", "Column", "answers_html", "cards_html", "changes_text", "layers_html", "make_answers",
+    "make_table", "parts_html", "shown_columns", "summary_html",
 ]  # fmt: skip
 
 Summary = dict[str, Any]
@@ -34,8 +32,8 @@ class Column:
         key: the summary's entry.
         form: formats the entry: a format, or a function of the entry and the summary.
         help: explanation of the column, for the page.
-        wide: whether a narrow terminal omits the column; the last such column goes first.
-        page: whether the column is shown on the page only, there among the columns that open on request.
+        wide: whether a narrow terminal omits the column; the last such column is the first to go.
+        page: whether only the page shows the column, and there only on request.
         left: whether the column is left-aligned text.
     """
 
@@ -49,7 +47,7 @@ class Column:
 
     def value(self, summary: Summary) -> Any:
         found = summary.get(self.key)
-        # what is empty, and a sync of no bytes, was not measured
+        # an empty entry and a sync of no bytes were not measured
         return None if found in ("", {}) or (found == 0 and self.key == "sync_bytes") else found
 
     def sort_key(self, summary: Summary) -> float | str | None:
@@ -119,14 +117,13 @@ def shown_columns(summaries: Sequence[Summary]) -> list[Column]:
     return [column for column in COLUMNS if any(column.value(summary) is not None for summary in summaries)]
 
 
-# --- the terminal
+# ---- The terminal --------------------------------------------------------------------------------
 
 
 def make_table(summaries: Sequence[Summary], title: str, width: int = 200) -> Table:
     """A table with one row per summary; runs with bit-identical log-probs are highlighted.
 
-    Args:
-        width: width of the terminal; if it is narrow, the less important columns appear in ``report.html`` only.
+    ``width`` is the terminal's. In a narrow one the less important columns are left to ``report.html``.
     """
     columns = [column for column in shown_columns(summaries) if not column.page]
     widths = {c.title: max(cell_len(text) for text in (c.title, *map(c.text, summaries))) for c in columns}
@@ -139,9 +136,8 @@ def make_table(summaries: Sequence[Summary], title: str, width: int = 200) -> Ta
             columns.remove(column)
     widths["run"] = max(12, widths["run"] - max(0, missing()))  # a longer name wraps
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        side, least = "left" if column.left else "right", widths[column.title]
-        table.add_column(column.title, justify=side, overflow="fold", min_width=least)  # type: ignore[arg-type]
+    for c in columns:
+        table.add_column(c.title, justify="left" if c.left else "right", overflow="fold", min_width=widths[c.title])
     for summary in summaries:
         row = (markup.escape(column.text(summary)) for column in columns)
         table.add_row(*row, style="green" if summary["logp_abs_diff_max"] == 0 else None)
@@ -168,43 +164,41 @@ def make_answers(answers: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-# --- the page
+# ---- The page ------------------------------------------------------------------------------------
 
 Head = tuple[str, str, str]  # title, classes (left: text, which sorts alphabetically), explanation
 Cell = tuple[str, float | str | None, str]  # HTML, sort key, classes
 Row = tuple[str, list[Cell]]  # attributes, cells
 
 
-def summary_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
-    """One row per run, with the columns for which any run has a value."""
+def summary_html(summaries: Sequence[Summary], names: Sequence[Cell]) -> str:
+    """One row per run, with the columns for which any run has a value. ``names`` are the cells of the first column."""
     kinds = {c: " ".join(("left",) * c.left + ("more",) * c.page) for c in shown_columns(summaries)}
     rows = []
     for i, summary in enumerate(summaries):
         cells = [(escape(c.text(summary)), c.sort_key(summary), kind) for c, kind in kinds.items()]
         equal = " class=good" if summary["logp_abs_diff_max"] == 0 else ""
-        rows.append((f"data-run={i}{equal}", [_name(summary, swatches[i]), *cells[1:]]))
-    return _table("Summary", [(c.title, kind, c.help) for c, kind in kinds.items()], rows, "pin", ' id="summary-table"')
+        rows.append((f"data-run={i}{equal}", [names[i], *cells[1:]]))
+    return _table("Summary", [(c.title, kind, c.help) for c, kind in kinds.items()], rows, ident=' id="summary-table"')
 
 
-def parts_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
+def parts_html(summaries: Sequence[Summary], names: Sequence[Cell]) -> str:
     """The parts of a step, as a bar and as numbers; "" if no run has them."""
-    names, rows = (*PARTS, "other"), []
+    rows, titles = [], (*PARTS, "other")
     for i, summary in enumerate(summaries):
-        if not summary["parts"]:
-            continue
-        parts = [summary["parts"][name] for name in names]
-        total = sum(parts)
-        pieces = "".join(
-            f'<i class="part{k}" style="--v:{value:.5g}" title="{escape(name)} {value:.3g} s"></i>'
-            for k, (name, value) in enumerate(zip(names, parts, strict=True)) if value
-        )  # fmt: skip
-        bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
-        figures: list[Cell] = [(f"{v:.2f} s ({100 * v / total if total else 0:.0f}%)", v, "") for v in parts]
-        rows.append((f"data-run={i}", [_name(summary, swatches[i]), bar, *figures]))
+        if parts := summary["parts"]:
+            total = sum(parts.values())
+            pieces = "".join(
+                f'<i class="part{k}" style="--v:{parts[name]:.5g}" title="{name} {parts[name]:.3g} s"></i>'
+                for k, name in enumerate(titles) if parts[name]
+            )  # fmt: skip
+            bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
+            figures = [(f"{parts[n]:.2f} s ({100 * parts[n] / total if total else 0:.0f}%)", parts[n], "") for n in titles]
+            rows.append((f"data-run={i}", [names[i], bar, *figures]))
     if not rows:
         return ""
-    keys = "".join(f'<span><i class="part{k}"></i>{escape(name)}</span>' for k, name in enumerate(names))
-    heads = [("run", "left", ""), ("mean seconds per step", "", ""), *((name, "", "") for name in names)]
+    keys = "".join(f'<span><i class="part{k}"></i>{name}</span>' for k, name in enumerate(titles))
+    heads = [("run", "left", ""), ("mean seconds per step", "", ""), *((name, "", "") for name in titles)]
     return (
         f"<h2>Parts of a step</h2><div class=keys>{keys}</div>{_table('Parts of a step', heads, rows)}"
         '<p class="soft">Means over the steps, from the framework’s own timers; “other” is the rest of the step. '
@@ -212,63 +206,62 @@ def parts_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
     )
 
 
-def layers_html(scales: Scales, summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
+def layers_html(scales: Scales, names: Sequence[Cell]) -> str:
     """The worst value of every statistic, per layer and run; "" if there are no per-layer statistics."""
     whats = [what for what in scales.series if scales.per_layer(what)]
     rows = []
-    for i, summary in enumerate(summaries):
+    for i, name in enumerate(names):
         for number, layer in enumerate(scales.layers):
             values = [scales.worst(i, what, layer) for what in whats]
             if any(value is not None for value in values):
                 cells: list[Cell] = [("–" if v is None else f"{v:.4g}", v, "") for v in values]
-                rows.append((f"data-run={i}", [_name(summary, swatches[i]), (escape(layer), f"{number:06d}", "left"), *cells]))
-    told = [(chart.title, "", chart.help or "worst value over the steps") for chart in map(describe, whats)]
-    table = _table("Layers", [("run", "left", ""), ("layer", "left", ""), *told], rows, "tall")
+                rows.append((f"data-run={i}", [name, (escape(layer), f"{number:06d}", "left"), *cells]))
+    titles = [(chart.title, "", chart.help or "worst value over the steps") for chart in map(describe, whats)]
+    table = _table("Layers", [("run", "left", ""), ("layer", "left", ""), *titles], rows, kind="tall")
     return f"<details><summary>Worst value per layer</summary>{table}</details>" if rows else ""
 
 
-def answers_html(answers: Sequence[dict[str, Any]], changed: Mapping[str, int]) -> str:
+def answers_html(final: Mapping[str, Any]) -> str:
     """The model's answers before and after training, and how many of all became right or wrong; "" if there are none."""
-
-    def said(answer: dict[str, Any], when: str) -> Cell:
-        kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
-        return f'<b class="{kind}">{mark}</b> {escape(answer[when])}', answer[when], "text"
-
-    rows = [("", [(escape(a["question"]), a["question"], "text"), said(a, "before"), said(a, "after")]) for a in answers]
-    counts = f'<p class="soft">{escape(changes_text(changed))}</p>' if changed else ""
+    rows = []
+    for answer in final.get("answers", ()):
+        cells: list[Cell] = [(escape(answer["question"]), answer["question"], "text")]
+        for when in ("before", "after"):
+            mark = '<b class="right">✓</b>' if answer[f"{when}_right"] else '<b class="wrong">✗</b>'
+            cells.append((f"{mark} {escape(answer[when])}", answer[when], "text"))
+        rows.append(("", cells))
+    changed = final.get("answers_changed")
+    counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in CHANGES)
+    counts = f'<p class="soft">{escape(changes_text(changed))}</p>' if changed and counted else ""
     table = _table("Answers", [(title, "left text", "") for title in _ANSWERS], rows)
     return f"<h2>The model’s answers</h2>{counts}{table}" if rows else ""
 
 
 def cards_html(summaries: Sequence[Summary]) -> str:
     """The main figures as cards; figures that were not measured are omitted."""
-    found = []
+    cards = []
+
+    def add(figure: str, text: str, kind: str = "") -> None:
+        cards.append(f'<div class="card{kind}"><b>{escape(figure)}</b><span>{text}</span></div>')
+
     exact = [s for s in summaries if s["align"] == "exact" and s["tokens"]]
-    if exact:
-        if all(s["bit_equal_fraction_min"] == 1.0 and s["logp_abs_diff_max"] == 0.0 for s in exact):
-            tokens = sum(s["tokens"] for s in exact)
-            found.append((" good", f"0 of {tokens:,}", "tokens differ between FP8 rollout and FP8 trainer"))
-        else:
-            largest = max(s["logp_abs_diff_max"] for s in exact)
-            found.append(("", f"{largest:.1e}", "largest |Δ log-prob| of the exact runs"))
+    if exact and all(s["bit_equal_fraction_min"] == 1.0 and s["logp_abs_diff_max"] == 0.0 for s in exact):
+        add(f"0 of {sum(s['tokens'] for s in exact):,}", "tokens differ between FP8 rollout and FP8 trainer", " good")
+    elif exact:
+        add(f"{max(s['logp_abs_diff_max'] for s in exact):.1e}", "largest |Δ log-prob| of the exact runs")
     usual = [s["logp_abs_diff_mean"] for s in summaries if s["precision"] == "fp8-rollout" and s["logp_abs_diff_mean"]]
     if usual:
-        found.append(("", f"{sum(usual) / len(usual):.1e}", "mean |Δ log-prob| with FP8 in the rollout only"))
-    best = exact or (list(summaries) if len(summaries) == 1 else [])
-    learned = [s for s in best if s["accuracy_first"] is not None]
+        add(f"{fmean(usual):.1e}", "mean |Δ log-prob| with FP8 in the rollout only")
+    best = exact or (summaries if len(summaries) == 1 else [])
+    learned = [(s["accuracy_first"], s["accuracy_last"]) for s in best if s["accuracy_first"] is not None]
     if learned:
-        first, last = (sum(s[key] for s in learned) / len(learned) for key in ("accuracy_first", "accuracy_last"))
+        first, last = map(fmean, zip(*learned, strict=True))
         whose = " of the exact runs" if exact and len(summaries) > len(exact) else ""
-        found.append(("", f"{first:.0%} → {last:.0%}", f"accuracy on held-out questions{whose}"))
+        add(f"{first:.0%} → {last:.0%}", f"accuracy on held-out questions{whose}")
     ratios = [s["sync_bytes"] / s["sync_bytes_bf16"] for s in best if s["sync_bytes"] and s["sync_bytes_bf16"]]
     if ratios:
-        found.append(("", f"{ratios[-1]:.2f}×", "bytes per weight sync for the FP8 layers, relative to BF16"))
-    html = "".join(f'<div class="card{kind}"><b>{escape(figure)}</b><span>{text}</span></div>' for kind, figure, text in found)
-    return f'<section class="cards" aria-label="Main figures">{html}</section>' if found else ""
-
-
-def _name(summary: Summary, swatch: str) -> Cell:
-    return f"{swatch}{escape(summary['name'])}", summary["name"], "left name"
+        add(f"{ratios[-1]:.2f}×", "bytes per weight sync for the FP8 layers, relative to BF16")
+    return f'<section class="cards" aria-label="Main figures">{"".join(cards)}</section>' if cards else ""
 
 
 def _table(name: str, heads: Sequence[Head], rows: Sequence[Row], kind: str = "pin", ident: str = "") -> str:
@@ -281,17 +274,10 @@ def _table(name: str, heads: Sequence[Head], rows: Sequence[Row], kind: str = "p
         f'<th scope="col" class="{classes}"><button type="button" title="{escape(help)}">{escape(title)}</button></th>'
         for title, classes, help in heads
     )
-    body = "".join(
-        f"<tr {attributes}>"
-        + "".join(f'<td class="{classes}" data-value="{_key(value)}">{html}</td>' for html, value, classes in cells)
-        + "</tr>"
-        for attributes, cells in rows
-    )
+    body = ""
+    for attributes, cells in rows:
+        keys = ["" if key is None else escape(str(spelled(key) if isinstance(key, float) else key)) for _, key, _ in cells]
+        row = (f'<td class="{kinds}" data-value="{key}">{html}</td>' for (html, _, kinds), key in zip(cells, keys, strict=True))
+        body += f"<tr {attributes}>{''.join(row)}</tr>"
     box_html = f'<div class="scroll {kind}" role="region" aria-label="{escape(name)}, table" tabindex="0">'
-    return f'{box_html}<table{ident}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _key(value: float | str | None) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return "" if value is None else escape(str(value))
+    return f"{box_html}<table{ident}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
