@@ -39,6 +39,7 @@ class Chart:
     """One chart.
 
     Attributes:
+        metrics: it shows the first of these that a run has.
         series: one per run, in the order of the runs; [] for a run without data.
         log: whether the axis is logarithmic, with a separate band for 0.
         low, high: fixed ends of the axis; None follows the data.
@@ -49,6 +50,7 @@ class Chart:
     title: str
     group: str
     help: str = ""
+    metrics: tuple[str, ...] = ()
     log: bool = False
     low: float | None = None
     high: float | None = None
@@ -65,27 +67,25 @@ class Chart:
 
 # ---- Metrics of training -------------------------------------------------------------------------
 
-#: charts, each with its metrics; it shows the first one that a run has
-_CHARTS: tuple[tuple[Chart, tuple[str, ...]], ...] = (
-    (Chart("reward", "Reward of the training batch", LEARNING), REWARD),
-    (Chart("accuracy", "Accuracy on held-out questions", LEARNING, low=0, high=1, style="share"), ()),
-    (Chart("mismatch-mean", "Mean |Δ log-prob|", MISMATCH, log=True,
-           help="rollout vs. trainer for the same token and weights; on-policy RL assumes 0"), ("jetrl/logp_abs_diff_mean",)),
-    (Chart("mismatch-max", "Largest |Δ log-prob|", MISMATCH, "maximum over the tokens of the step", log=True),
-     ("jetrl/logp_abs_diff_max",)),
-    (Chart("k3", "k3 KL", MISMATCH, "mean of r − 1 − log r per token; at least 0 up to rounding", log=True),
-     ("jetrl/k3_kl", "rollout_corr/k3_kl")),
-    (Chart("bit-equal", "Bit-equal tokens", MISMATCH, low=0, high=1, style="share",
-           help="share of tokens with bit-identical log-probs in rollout and trainer"), ("jetrl/bit_equal_fraction",)),
-    (Chart("ess", "Effective sample size", MISMATCH, style="share",
-           help="of the importance weights, as a share of the tokens; 100% if all weights are equal"), ("jetrl/ess",)),
-    (Chart("clipped", "Clipped tokens", MISMATCH, low=0, style="share",
-           help="share of tokens whose ratio is outside the correction's bounds"), ("jetrl/clipped_fraction",)),
-    (Chart("masked", "Masked tokens", MISMATCH, low=0, style="share",
-           help="share of tokens that the correction removes from the loss"), ("jetrl/masked_fraction",)),
-    (Chart("seconds", "Seconds per step", TIME, low=0, style="seconds"), SECONDS),
-    (Chart("sync", "Weight sync", TIME, "from the trainer to the rollout engine", low=0, style="seconds"),
-     ("jetrl/sync_seconds",)),
+_CHARTS = (
+    Chart("reward", "Reward of the training batch", LEARNING, metrics=REWARD),
+    Chart("accuracy", "Accuracy on held-out questions", LEARNING, low=0, high=1, style="share"),
+    Chart("mismatch-mean", "Mean |Δ log-prob|", MISMATCH,
+          "rollout vs. trainer for the same token and weights; on-policy RL assumes 0", ("jetrl/logp_abs_diff_mean",), log=True),
+    Chart("mismatch-max", "Largest |Δ log-prob|", MISMATCH,
+          "maximum over the tokens of the step", ("jetrl/logp_abs_diff_max",), log=True),
+    Chart("k3", "k3 KL", MISMATCH,
+          "mean of r − 1 − log r per token; at least 0 up to rounding", ("jetrl/k3_kl", "rollout_corr/k3_kl"), log=True),
+    Chart("bit-equal", "Bit-equal tokens", MISMATCH, "share of tokens with bit-identical log-probs in rollout and trainer",
+          ("jetrl/bit_equal_fraction",), low=0, high=1, style="share"),
+    Chart("ess", "Effective sample size", MISMATCH,
+          "of the importance weights, as a share of the tokens; 100% if all weights are equal", ("jetrl/ess",), style="share"),
+    Chart("clipped", "Clipped tokens", MISMATCH, "share of tokens whose ratio is outside the correction's bounds",
+          ("jetrl/clipped_fraction",), low=0, style="share"),
+    Chart("masked", "Masked tokens", MISMATCH, "share of tokens that the correction removes from the loss",
+          ("jetrl/masked_fraction",), low=0, style="share"),
+    Chart("seconds", "Seconds per step", TIME, metrics=SECONDS, low=0, style="seconds"),
+    Chart("sync", "Weight sync", TIME, "from the trainer to the rollout engine", ("jetrl/sync_seconds",), low=0, style="seconds"),
 )  # fmt: skip
 #: the charts that show more than one metric
 _READ: dict[str, Callable[[Run], Points]] = {
@@ -101,15 +101,15 @@ _MORE = {
     **dict.fromkeys(("response_length/mean", "response_length"), "Response length"),
     "training/rollout_probs_diff_mean": "Mean |Δ probability|, measured by verl",
 }
-_SHOWN = {name for _, names in _CHARTS for name in names}
+_SHOWN = {name for chart in _CHARTS for name in chart.metrics}
 _MOST_OTHERS = 24
 
 
 def draw(runs: Sequence[Run]) -> list[Chart]:
     """The charts for which at least one run has data, in page order, without per-layer statistics."""
     found = []
-    for chart, names in (*_CHARTS, *_others(runs)):
-        read = _READ.get(chart.key, functools.partial(Run.first_of, names=names))
+    for chart in (*_CHARTS, *_others(runs)):
+        read = _READ.get(chart.key, functools.partial(Run.first_of, names=chart.metrics))
         series = [read(run) for run in runs]
         if any(series):
             values = [value for points in series for _, value in points]
@@ -118,7 +118,7 @@ def draw(runs: Sequence[Run]) -> list[Chart]:
     return found
 
 
-def _others(runs: Sequence[Run]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
+def _others(runs: Sequence[Run]) -> Iterator[Chart]:
     present = {name for run in runs for data in run.steps.values() for name in data}
     own = [name for name in present - _SHOWN if name.startswith("jetrl/") and name.count("/") == 1]
     titles: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ def _others(runs: Sequence[Run]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
         if name in present:
             titles.setdefault(_MORE.get(name) or name.removeprefix("jetrl/").replace("_", " "), []).append(name)
     for title, names in list(titles.items())[:_MOST_OTHERS]:
-        yield Chart("more-" + names[0].replace("/", "-"), title, OTHER, " or ".join(names)), tuple(names)
+        yield Chart("more-" + names[0].replace("/", "-"), title, OTHER, " or ".join(names), tuple(names))
 
 
 # ---- Statistics of layers ------------------------------------------------------------------------
