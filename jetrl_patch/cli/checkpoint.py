@@ -200,7 +200,7 @@ def choose(source: Source, format: Format, scale_format: ScaleFormat, exclude: S
             fp8 = [name for name in group if name in chosen]
             if fp8 and fp8 != group:
                 _refuse(", ".join(group), "all or none of them in FP8", f"only {', '.join(fp8)}", merged)
-            for layer in fp8[:-1]:  # the next one starts on a block boundary
+            for layer in fp8[:-1]:  # the next layer has to start on a block boundary
                 rows = linears[layer].out_features
                 if rows % BLOCK:
                     _refuse(layer, f"a multiple of {BLOCK} rows, as vLLM merges it", f"{rows} rows", merged)
@@ -223,7 +223,7 @@ def _refuse(what: str, required: str, found: str, merged: Sequence[str]) -> None
 
 
 def new_config(source: Source, fp8: bool, left: Sequence[str]) -> dict[str, Any]:
-    """The config.json of the export, with what vLLM and transformers read about FP8 layers."""
+    """The config.json of the export, with the section that tells vLLM and transformers which layers are FP8."""
     config = dict(source.config)
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config |= dict.fromkeys(named, "bfloat16")

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_framework, check_python, installed_frameworks, require_torch
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.progress import Display
+
+if TYPE_CHECKING:
+    from jetrl_patch.session import PatchStatus
 
 __all__ = ["app", "main"]
 
@@ -168,7 +171,8 @@ def _status(as_json: bool) -> int:
         frameworks[name] = {"required": required, "tested": tested, "found": found, "state": state}
     environment.check_names()
     config = Config.from_env() if environment.opted_in() else None
-    finding, planned = "", []
+    finding = ""
+    planned: list[PatchStatus] = []
     if config is not None:
         from jetrl_patch.cli.doctor.checks import check_patches
 

@@ -94,7 +94,7 @@ def _required(framework: str, name: str, extra: str = "") -> SpecifierSet:
 
 
 def _deepspeed(used: Collection[str], pin: str) -> Check:
-    """Check DeepSpeed, for which jetrl_patch has no range: OpenRLHF's version decides."""
+    """Check DeepSpeed. jetrl_patch supports whatever version the installed OpenRLHF requires."""
     found = guards.installed_version("deepspeed")
     if found is not None:
         return Check("deepspeed", "ok", found)

@@ -37,7 +37,7 @@ _STYLES = {
 }  # fmt: skip
 #: the states of each part of the table; a line between two parts
 _PARTS = (("problem",), ("unknown", "warning"), ("change",), ("ok", "skipped"))
-#: these checks say, if they are ok, what a run would change
+#: the checks that say what a run would change, if they are ok
 _CHANGES = ("patches", *(f"{name} changes" for name in checks.FRAMEWORKS))
 
 
@@ -161,7 +161,7 @@ def _settings(
 ) -> tuple[Any, Config]:
     """The framework's own settings (None if unknown), and the plugin's from options, environment or command.
 
-    A wrong setting is a problem and is then ignored, so that everything else is checked as well.
+    Reports a wrong setting as a problem and ignores it, to check everything else as well.
     """
     given = {**(started.overrides if started else {}), **overrides}
     arguments: Any = None

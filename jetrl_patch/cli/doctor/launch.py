@@ -35,16 +35,17 @@ def usable(environ: Mapping[str, str], given: Mapping[str, Any]) -> tuple[Config
         with _collected(errors):
             check(environ)
     known = {name: environ[name] for name in environment.FIELDS if name in environ}
-    together: list[JetrlError] = []
-    with _collected(together):
+    try:
         return Config.from_env(known, **given), errors
+    except JetrlError as error:
+        together = error
     single: list[JetrlError] = []
     valid = {}
     for name, text in known.items():
         with _collected(single):
             _check_alone(environment.FIELDS[name], name, text)
             valid[name] = text
-    errors += single or together
+    errors += single or [together]
     for left in (valid, {}):  # settings that are valid alone may contradict each other
         with contextlib.suppress(JetrlError):
             return Config.from_env(left, **given), errors
@@ -265,7 +266,7 @@ def _inside(words: Sequence[str]) -> str:
 
 
 def _is_this(program: str) -> bool:
-    """Whether a program is in the environment of this Python: links of one folder lead to other installations."""
+    """Whether a program is in this Python's environment. Compares folders, because an environment's python may be a link."""
     return Path(program).absolute().parent == Path(sys.executable).absolute().parent
 
 

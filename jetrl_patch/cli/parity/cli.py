@@ -17,7 +17,6 @@ from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, check_target, writing
 from jetrl_patch.measure.parity import BY_DEFAULT, PARTS, STOCK, Job, check_model, choose, chosen
-from jetrl_patch.models.layers import cut_words
 from jetrl_patch.native.machine import require_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import Display
@@ -127,6 +126,8 @@ def _measure(jobs: list[Job], verbose: bool, may_lack: bool, progress: Display) 
 
 def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
     """Print the tables and the lines under them. ``job`` holds the settings that all modes share."""
+    from jetrl_patch.models.layers import cut_words  # imports torch, which ``_jobs`` has required by now
+
     console = Console()
     title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
     columns = ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal")

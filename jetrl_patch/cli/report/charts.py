@@ -92,7 +92,7 @@ _READ: dict[str, Callable[[Run], Points]] = {
     "accuracy": lambda run: run.accuracy,
     "sync": lambda run: run.part("weight sync"),
 }
-#: further metrics that get a chart if a run has them, as do the plugin's other metrics
+#: further metrics that get a chart if a run has them, like the plugin's other metrics
 _MORE = {
     "actor/entropy": "Entropy",
     **dict.fromkeys(("actor/grad_norm", "actor_grad_norm"), "Gradient norm"),
@@ -151,7 +151,7 @@ _FIGURES = {
 _NAME = re.compile(rf"(weight|activation|gradient) ({'|'.join(_FIGURES)})(?: (min|mean|max))?")
 _OVER = {None: "", "min": ", lowest layer", "max": ", highest layer", "mean": ", mean of the layers"}
 _SQNR = Limit(Fields.monitor_sqnr, f"monitor_sqnr {Fields.monitor_sqnr:g} dB")
-#: what the monitor warns about, with the thresholds that hold unless a run sets others
+#: the monitor's warnings, with their default thresholds
 _LIMITS = {
     "sqnr": (_SQNR,),
     "slice sqnr": (_SQNR,),

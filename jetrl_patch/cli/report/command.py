@@ -25,7 +25,7 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
     """Report on ``folder/metrics.jsonl`` in the same folder; see ``page.write``.
 
     Raises:
-        ReportError: there is nothing to report on, or matplotlib is missing (the page is written nevertheless).
+        ReportError: there is nothing to report on, or matplotlib is missing (the page is written anyway).
         ConfigError: the system refuses to read the file.
     """
     notes: list[str] = []
@@ -117,7 +117,7 @@ def _warn(warnings: Console, text: str) -> None:
 def _write_page(
     texts: Sequence[str], out: Path, title: str, notes: list[str], progress: Progress, live: int = 0
 ) -> tuple[list[Run], list[dict[str, Any]]]:
-    """Read the runs and write their page. Notes which have no metric that the report shows, or none in common."""
+    """Read the runs and write their page. Adds a note if a run has no metric to show, or if the runs share none."""
     runs = collect(texts, notes, progress)
     charts = draw(runs)
     if not charts:

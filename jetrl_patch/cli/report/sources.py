@@ -299,7 +299,7 @@ def _kind(record: Data, where: str) -> str:
 
 
 def _parsed(kind: str, record: Data, where: str) -> tuple[Run, int | None, Data]:
-    """A run without steps, which says the mode; the step, None for what a run records at its end; and the data."""
+    """A run with the record's mode and no steps, the record's step, and its data. The step is None for a run's final record."""
     run = Run()
     if kind == "flat":
         step = next((record[name] for name in _STEP_NAMES if record.get(name) is not None), None)
