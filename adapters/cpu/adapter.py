@@ -48,22 +48,19 @@ class CpuAdapter(Adapter):
         if is_installed("verl"):
             found += [
                 OnImport(
-                    "verl.checkpoint_engine",
-                    "gloo checkpoint engine",
+                    "verl.checkpoint_engine", "gloo checkpoint engine",
                     functools.partial(_register_engine, timeout=config.sync_timeout),
                     reason="verl sends weights to separate rollout processes by its NCCL checkpoint engine, which needs a GPU",
                     remove_when=_ENGINE_BY_VERL,
                     upstream=verl.NO_CPU,
                 ),
                 OnImport(
-                    "verl.plugin.platform.platform_manager",
-                    "cpu",
-                    _register,
+                    "verl.plugin.platform.platform_manager", "cpu", _register,
                     reason="verl has no CPU platform; this registers one in its PlatformRegistry",
                     remove_when=_PLATFORM_BY_VERL,
                     upstream=verl.NO_CPU,
                 ),
-            ]
+            ]  # fmt: skip
         if is_installed("openrlhf"):
             found += openrlhf.HOOKS
         return found
@@ -89,12 +86,11 @@ class CpuAdapter(Adapter):
                 journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason=reason)
         if os.environ.get(HIDDEN, "0").strip() in ("", "-1", "NoDevFiles"):
             journal.remove_item(
-                os.environ,
-                HIDDEN,
+                os.environ, HIDDEN,
                 target=f"os.environ[{HIDDEN!r}]",
                 reason="it hides all GPUs, and Ray then rejects the logical GPUs that verl requests for the workers of a CPU run",
                 remove_when="verl's RayResourcePool requests CPUs, not GPUs, for its workers in a CPU run",
-            )
+            )  # fmt: skip
 
 
 def _register_engine(package: ModuleType, journal: Journal, timeout: float) -> None:
@@ -103,13 +99,11 @@ def _register_engine(package: ModuleType, journal: Journal, timeout: float) -> N
     registry = package.base.CheckpointEngineRegistry._registry
     if "nccl" not in registry:
         journal.set_item(
-            registry,
-            "nccl",
-            make_engine(package.base, timeout),
+            registry, "nccl", make_engine(package.base, timeout),
             target="verl.checkpoint_engine.CheckpointEngineRegistry['nccl']",
             reason="verl's NCCL checkpoint engine needs a GPU",
             remove_when=_ENGINE_BY_VERL,
-        )
+        )  # fmt: skip
 
 
 def _register(manager: ModuleType, journal: Journal) -> None:
@@ -122,22 +116,18 @@ def _register(manager: ModuleType, journal: Journal) -> None:
         fix = "call jetrl_patch.enable() before verl is used, or set VERL_PLATFORM=cpu"
         raise ConflictError(explain("verl's platform", required="cpu", found=found, fix=fix))
     journal.set_item(
-        manager.PlatformRegistry._platforms,
-        "cpu",
-        make_platform(manager.PlatformBase),
+        manager.PlatformRegistry._platforms, "cpu", make_platform(manager.PlatformBase),
         target="verl.plugin.platform.PlatformRegistry['cpu']",
         reason="verl has no CPU platform",
         remove_when=_PLATFORM_BY_VERL,
-    )
+    )  # fmt: skip
     if chosen:  # verl was imported before enable() and fell back to a platform whose device is missing
         journal.set_attr(
-            manager,
-            "_current_platform",
-            manager.PlatformRegistry._platforms["cpu"](),
+            manager, "_current_platform", manager.PlatformRegistry._platforms["cpu"](),
             target="verl.plugin.platform.platform_manager._current_platform",
             reason=f"verl fell back to {current.device_name!r}, which this machine lacks",
             remove_when=_PLATFORM_BY_VERL,
-        )
+        )  # fmt: skip
 
 
 ADAPTER = CpuAdapter()

@@ -139,13 +139,11 @@ def _on_import(openrlhf: ModuleType, journal: Journal) -> None:
     calls["current_device"] = lambda: Cpu("cpu")
     for name, call in calls.items():
         journal.set_attr(
-            torch.cuda,
-            name,
-            call,
+            torch.cuda, name, call,
             target=f"torch.cuda.{name}",
             reason="OpenRLHF calls it without checking for a GPU; replaced only in processes that import openrlhf",
             remove_when="OpenRLHF calls torch.accelerator instead of torch.cuda",
-        )
+        )  # fmt: skip
 
 
 def _mesh(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,13 +253,10 @@ def _ray_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 HOOKS = (
     OnImport(
-        module="openrlhf",
-        name="torch.cuda",
-        apply=_on_import,
+        "openrlhf", "torch.cuda", _on_import, fixes="openrlhf",
         reason="OpenRLHF calls torch.cuda without checking for a GPU, and the calls fail",
         upstream=NO_REPORT,
         remove_when="OpenRLHF calls torch.accelerator instead of torch.cuda",
-        fixes="openrlhf",
         needed_by="a run on a CPU",
     ),
 )

@@ -34,14 +34,12 @@ def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., 
 # ---- The adapter ---------------------------------------------------------------------------------
 
 PACKED_ROWS = Patch(
-    module="transformers.masking_utils",
-    attr="find_packed_sequence_indices",
-    make=find_packed_sequence_indices,
+    "transformers.masking_utils", "find_packed_sequence_indices", find_packed_sequence_indices,
     when=lambda config: config.exact,
     reason="transformers checks on the GPU whether a row is packed, so the host waits for the GPU in every forward pass",
     remove_when="transformers' find_packed_sequence_indices takes a flag from the caller instead of calling .all() on the "
     "device",
-)
+)  # fmt: skip
 
 
 class TransformersAdapter(Adapter):
@@ -63,28 +61,22 @@ class TransformersAdapter(Adapter):
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Register sequence-parallel attention in every mode, and exact attention and FP8 experts in modes that have them."""
         experts = OnImport(
-            "transformers.integrations.moe",
-            "ExpertsInterface",
-            _register_experts,
+            "transformers.integrations.moe", "ExpertsInterface", _register_experts,
             reason="without it the trainer's experts stay in BF16 while the rollout's are FP8; registered through "
             "ExpertsInterface",
-        )
+        )  # fmt: skip
         return (
             *((experts,) if config.fp8_train else ()),
             OnImport(
-                "transformers.modeling_utils",
-                "AttentionInterface",
-                partial(_register_attention, exact=config.exact),
+                "transformers.modeling_utils", "AttentionInterface", partial(_register_attention, exact=config.exact),
                 reason="without them the trainer's attention rounds differently from the rollout's, and with sequence "
                 "parallelism it sees only a slice",
             ),
             OnImport(
-                "transformers.masking_utils",
-                "AttentionMaskInterface",
-                partial(_register_mask, exact=config.exact),
+                "transformers.masking_utils", "AttentionMaskInterface", partial(_register_mask, exact=config.exact),
                 reason="without it these attentions do not get the raw padding mask; registered through AttentionMaskInterface",
             ),
-        )
+        )  # fmt: skip
 
 
 def _register(journal: Journal, registry: Any, name: str, function: Any, reason: str) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.vllm.fixes import LEAVE_TRANSFORMERS_ALONE, fixes
+from jetrl_patch.adapters.vllm.fixes import LEAVE_TRANSFORMERS_ALONE, model_fixes, process_fixes
 from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
 
 
@@ -76,7 +76,8 @@ class VllmAdapter(Adapter):
                 remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step and "
                 "that may raise",
             ),
-            *fixes(),
+            *model_fixes(),
+            *process_fixes(),
             *([LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
         )  # fmt: skip
 

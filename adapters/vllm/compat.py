@@ -15,53 +15,39 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _ASKS = Difference(
-    "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
-    changed_in="0.28",
-    added=True,
+    "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource", changed_in="0.28", added=True,
     handled="older engines cannot return the experts of a custom router: `measure_routes` is refused, `jetrl parity` shows no "
     "routes",
-)
+)  # fmt: skip
 _RETURNS = Difference(
-    "vllm.config.ModelConfig.enable_return_routed_experts",
-    changed_in="0.31",
-    added=False,
+    "vllm.config.ModelConfig.enable_return_routed_experts", changed_in="0.31", added=False,
     handled="since then only the newer model runner returns experts, and it does not run on CPUs: handled as before 0.28",
-)
+)  # fmt: skip
 
 DIFFERENCES = (
     _ASKS,
     _RETURNS,
     Difference(
-        "vllm.config.PassConfig.enable_sp",
-        changed_in="0.32",
-        added=False,
+        "vllm.config.PassConfig.enable_sp", changed_in="0.32", added=False,
         handled="vLLM removed the compiler pass, so there is nothing to refuse",
     ),
     Difference(
-        "vllm.config.ParallelConfig.enable_hc_sp",
-        changed_in="0.32",
-        added=True,
+        "vllm.config.ParallelConfig.enable_hc_sp", changed_in="0.32", added=True,
         handled="older versions do not split hyper-connections over tokens",
     ),
     Difference(
-        "vllm.config.AttentionConfig.backend_per_kind",
-        changed_in="0.26",
-        added=True,
+        "vllm.config.AttentionConfig.backend_per_kind", changed_in="0.26", added=True,
         handled="older versions have one attention backend for all layers",
     ),
     Difference(
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend.supports_sliding_window",
-        changed_in="0.26",
-        added=True,
+        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend.supports_sliding_window", changed_in="0.26", added=True,
         handled="a layer refuses its window itself; the same release changed the Triton cache from five dimensions to four",
     ),
     Difference(
-        "vllm.engine.arg_utils.EngineArgs.mm_device_do_normalize",
-        changed_in="0.28",
-        added=True,
+        "vllm.engine.arg_utils.EngineArgs.mm_device_do_normalize", changed_in="0.28", added=True,
         handled="older versions normalize images in the processor",
     ),
-)
+)  # fmt: skip
 
 #: every vLLM switch that splits activations over tokens: its configuration object, and its name
 SEQUENCE_PARALLEL = (

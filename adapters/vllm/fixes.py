@@ -251,13 +251,13 @@ def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-# ---- The patches ---------------------------------------------------------------------------------
+# ---- The patches, which every mode applies -------------------------------------------------------
 
 _ON_CPU = "weight syncs on a CPU"
 
 
-def fixes() -> tuple[Patch, ...]:
-    """The fixes that every mode applies."""
+def model_fixes() -> tuple[Patch, ...]:
+    """Fixes of what an engine computes, and of updates to its weights."""
     return (
         Patch(
             "vllm.engine.arg_utils", "EngineArgs.create_engine_config", normalize_in_processor, fixes="vllm",
@@ -293,6 +293,12 @@ def fixes() -> tuple[Patch, ...]:
             "with a live copy",
             needed_by=_ON_CPU,
         ),
+    )  # fmt: skip
+
+
+def process_fixes() -> tuple[Patch, ...]:
+    """Fixes of what a killed process leaves behind or does not report."""
+    return (
         Patch(
             "vllm.distributed.device_communicators.shm_broadcast", "MessageQueue.wait_until_ready", wait_until_ready,
             fixes="vllm",
@@ -325,7 +331,7 @@ def fixes() -> tuple[Patch, ...]:
     )  # fmt: skip
 
 
-#: for exact mode
+#: only in exact mode
 LEAVE_TRANSFORMERS_ALONE = Patch(
     "vllm.model_executor.models.transformers.base", "Base._decorate_for_torch_compile", decorate_for_torch_compile, fixes="vllm",
     reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "

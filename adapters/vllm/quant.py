@@ -183,14 +183,12 @@ def _wait_for_kernels(journal: Journal) -> None:
     name = "VLLM_ENGINE_READY_TIMEOUT_S"
     if name not in os.environ:
         journal.set_attr(
-            core_client,
-            name,
-            max(FIRST_START, core_client.VLLM_ENGINE_READY_TIMEOUT_S),
+            core_client, name, max(FIRST_START, core_client.VLLM_ENGINE_READY_TIMEOUT_S),
             target=f"vllm.v1.engine.core_client.{name}",
             reason="on its first start an engine compiles FP8 kernels for longer than vLLM waits for it",
             remove_when="vLLM's engine start-up timeout (VLLM_ENGINE_READY_TIMEOUT_S) restarts whenever the engine reports "
             "progress",
-        )
+        )  # fmt: skip
 
 
 def _claim(journal: Journal, registry: Any, key: Any, value: Any, target: str, reason: str) -> None:
@@ -226,12 +224,10 @@ def _exact(journal: Journal) -> None:
         _claim(journal, custom_op.op_registry_oot, name, op, f"vllm out-of-tree op {name!r}", reason)
     # get_rope() caches modules, so a later engine would get an earlier engine's modules, with the original class.
     journal.set_attr(
-        rotary_embedding,
-        "_ROPE_DICT",
-        {},
+        rotary_embedding, "_ROPE_DICT", {},
         target="vllm.model_executor.layers.rotary_embedding._ROPE_DICT",
         reason="engines built before and after enable() must not share this cache of modules",
-    )
+    )  # fmt: skip
     backends = attention_registry.AttentionBackendEnum
     on_cpu = current_platform.is_cpu()
     place = backends.CPU_ATTN if on_cpu else backends.CUSTOM
@@ -240,19 +236,12 @@ def _exact(journal: Journal) -> None:
         for name, reason in _OFF.items():
             if name not in os.environ:
                 journal.set_item(os.environ, name, "0", target=f"os.environ[{name!r}]", reason=reason)
-    _claim(
-        journal,
-        attention_registry._ATTN_OVERRIDES,
-        place,
-        f"jetrl_patch.adapters.vllm.attention.{ours}",
-        f"vllm attention backend {place.name!r}",
-        "the trainer's attention over vLLM's paged cache",
-    )
+    target, reason = f"vllm attention backend {place.name!r}", "the trainer's attention over vLLM's paged cache"
+    overrides = attention_registry._ATTN_OVERRIDES
+    _claim(journal, overrides, place, f"jetrl_patch.adapters.vllm.attention.{ours}", target, reason)
     # vLLM caches its choice of backend, so a later engine in this process would get that of an earlier one.
     journal.set_attr(
-        selector,
-        "_cached_get_attn_backend",
-        functools.cache(inspect.unwrap(selector._cached_get_attn_backend)),
+        selector, "_cached_get_attn_backend", functools.cache(inspect.unwrap(selector._cached_get_attn_backend)),
         target="vllm.v1.attention.selector._cached_get_attn_backend",
         reason="engines built before, between and after enable() and disable() must not share this cache of attention backends",
-    )
+    )  # fmt: skip
