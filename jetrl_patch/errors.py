@@ -20,7 +20,7 @@ __all__ = [
 # A message says what is required, what was found and what to do about it.
 # ``except jetrl_patch.JetrlError`` catches all of them and nothing else.
 
-#: the way out for what no quantizing mode handles, for a ``fix``
+#: the ``fix`` for what no quantizing mode supports
 UNQUANTIZED = "precision='bf16'"
 
 
@@ -57,7 +57,7 @@ class SyncError(JetrlError):
 
 
 class AuditError(JetrlError):
-    """Trainer and rollout disagree: about which layers are quantized, about their format, or about a token's log-prob."""
+    """Trainer and rollout disagree about the quantized layers, their format, or a token's log-prob."""
 
 
 class NotPatchedError(JetrlError):
@@ -69,9 +69,9 @@ def explain(what: str, *, required: object, found: object, fix: str) -> str:
 
     Args:
         what: the setting, layer, process or file in question; it starts the sentence.
-        required: what jetrl_patch needs there, as a noun phrase or a value.
-        found: what is there instead, in the same form.
-        fix: what to do, starting with a verb; the capital letter and the full stop are added.
+        required: what jetrl_patch needs, as a noun phrase or a value.
+        found: what it found, in the same form.
+        fix: what to do, starting with a verb, without capital letter and full stop.
     """
     return f"{what}: required {required}, found {found}. {fix[0].upper()}{fix[1:]}{'' if fix.endswith('.') else '.'}"
 
@@ -88,9 +88,7 @@ def unknown(what: str, names: Iterable[str], known: Iterable[str]) -> str:
     return f"unknown {what}. Use {start} name from docs/configuration.md."
 
 
-def differences(
-    what: str, *, required: Mapping[str, object], found: Mapping[str, object], fix: str, origin: str = ""
-) -> str:
+def differences(what: str, *, required: Mapping[str, object], found: Mapping[str, object], fix: str, origin: str = "") -> str:
     """``explain`` for two sets of settings, naming only those that differ.
 
     ``origin`` says where the settings found come from.
@@ -98,16 +96,13 @@ def differences(
     >>> differences("settings of a worker", required={"a": 1, "b": 2}, found={"a": 1, "b": 3}, fix="use b=2")
     'settings of a worker: required b=2, found b=3. Use b=2.'
     """
-    names = [name for name in {**required, **found} if not _same(name, required, found)]
+    same = {name for name in required if name in found and required[name] == found[name]}
+    names = [name for name in {**required, **found} if name not in same]
 
     def words(settings: Mapping[str, object]) -> str:
         return ", ".join(f"{name}={settings[name]!r}" if name in settings else f"no {name}" for name in names)
 
     return explain(what, required=words(required), found=words(found) + origin, fix=fix)
-
-
-def _same(name: str, required: Mapping[str, object], found: Mapping[str, object]) -> bool:
-    return name in required and name in found and required[name] == found[name]
 
 
 def split_fix(message: str) -> tuple[str, str]:
@@ -119,20 +114,16 @@ def split_fix(message: str) -> tuple[str, str]:
     return (finding, fix.removesuffix(".")) if mark else (message, "")
 
 
-# ---- Files and folders that a command reads or writes: one line for an error of the system ------
+# ---- Files and folders that a command reads or writes: errors of the system in one line ----------
 
-@contextlib.contextmanager
-def reading(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError into a ConfigError about a place that should be readable."""
-    with _worded(place, "a place that can be read", "check the path and its permissions"):
-        yield
+def reading(place: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError in the block into a ConfigError about a place that should be readable."""
+    return _worded(place, "a place that can be read", "check the path and its permissions")
 
 
-@contextlib.contextmanager
-def writing(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError into a ConfigError about a place that should be writable."""
-    with _worded(place, "a place that can be written", "choose another place"):
-        yield
+def writing(place: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError in the block into a ConfigError about a place that should be writable."""
+    return _worded(place, "a place that can be written", "choose another place")
 
 
 @contextlib.contextmanager
@@ -140,7 +131,7 @@ def _worded(place: str | os.PathLike[str], required: str, fix: str) -> Iterator[
     try:
         yield
     except OSError as error:
-        # the path that the system names may be inside the place that the user named
+        # the system may name a path inside the user's place
         inner = f" ({error.filename})" if error.filename not in (None, os.fspath(place)) else ""
         found = f"{error.strerror or error}{inner}"
         raise ConfigError(explain(shown(place), required=required, found=found, fix=fix)) from error
@@ -156,8 +147,7 @@ def check_target(place: Path, *, folder: bool) -> None:
     """Raise ConfigError if a file or folder cannot be written there. Leaves nothing behind.
 
     Args:
-        folder: whether ``place`` is a folder, which is created if missing together with its parents; the folder of a file
-            must exist.
+        folder: whether ``place`` is a folder, which may be missing like its parents. The folder of a file must exist.
     """
     with writing(place):
         if folder:
@@ -171,7 +161,7 @@ def check_target(place: Path, *, folder: bool) -> None:
 
 
 def _check_folder(place: Path, create: bool = True) -> None:
-    """Create and remove a folder there, or in the closest parent that exists, to see whether writing works."""
+    """Create and remove a folder there, or in its closest parent that exists, to see whether writing works."""
     existing = place.absolute()
     while create and not existing.exists() and existing != existing.parent:
         existing = existing.parent

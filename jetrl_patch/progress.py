@@ -1,7 +1,7 @@
 """The progress of commands that take long, on stderr: a live line on a terminal, plain lines in a log.
 
-A command makes a ``Display`` and passes it, as ``Progress``, to whatever does the work. The work names each stage as it begins
-and, where it can count, says how much of it is done. stdout is left to the results.
+A command creates a ``Display`` and passes it, as ``Progress``, to the code that does the work. This names each stage as it begins
+and, if it can count, says how much is done. stdout has only results.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["SILENT", "Display", "Progress"]
 
-#: seconds from the last line of a log (or the start) to that of a new stage: a quick command prints none
+#: seconds from a log's last line (or the start) to the line of a new stage: a quick command prints none
 SOON = 0.5
-#: seconds from the last line of a log to the next one of the same stage
+#: seconds from a log's last line to the next one of the same stage
 STILL = 10.0
 
 
 class Progress(Protocol):
-    """What the work tells about itself."""
+    """What reports progress."""
 
     def stage(self, name: str, total: int = 0, unit: str = "") -> None:
         """Begin a stage of ``total`` units; 0 if it cannot be counted."""
 
     def done(self, count: int) -> None:
-        """Say how many units of the stage are done by now."""
+        """Say how many units of the stage are done."""
 
 
 class _Silent:
@@ -54,11 +54,11 @@ class Display:
     Args:
         command: its name, at the beginning of every line of a log.
         stream: where to write; stderr by default.
-        live: whether a terminal gets a live line. False where other programs write to it too: then it gets lines as a log does.
+        live: whether a terminal gets a live line. Set it to False if other programs write to the terminal too.
         clock: the time in seconds.
 
     Attributes:
-        part: which part of the work the next stages belong to, such as one of several modes; "" if there is only one.
+        part: the part of the work to which the next stages belong, such as one of several modes; "" if there is only one.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Display:
         self._show()
 
     def _show(self) -> None:
-        """Bring the live line up to date, or write a line if one is due."""
+        """Update the live line, or write a line if one is due."""
         with self._lock:
             count = f"{self._count:,} of {self._total:,} {self._unit}" if self._total else ""
             if self._bar is not None:
@@ -118,11 +118,11 @@ class Display:
             self._said, self._new = now, False
             elapsed = timedelta(seconds=int(now - self._began))
             words = f"{self._name}: {count}" if count else self._name
-            with contextlib.suppress(OSError):  # a full disk under the log does not end the work
+            with contextlib.suppress(OSError):  # the work goes on if the log's disk is full
                 print(f"jetrl {self._command}: {words}, {elapsed} elapsed", file=self._stream, flush=True)
 
     def _watch(self, ended: threading.Event) -> None:
-        """Write the lines that become due while the work says nothing."""
+        """Write the lines that become due while the work reports nothing."""
         while not ended.wait(0.1):
             self._show()
 
@@ -140,7 +140,7 @@ class Display:
             TextColumn("{task.fields[count]}", markup=False),
             TimeElapsedColumn(),
         )
-        # what is printed meanwhile goes above the live line; stdout only where it is the terminal as well
+        # other output goes above the live line, and stdout only if it is the terminal as well
         both = sys.stdout.isatty()
         bar = Progress(*columns, console=console, transient=True, redirect_stdout=both, get_time=self._clock)
         bar.add_task("", total=None, count="")

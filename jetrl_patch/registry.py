@@ -28,13 +28,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- The interface of a training framework's adapter: the counterpart of ``Installer`` in ``sync/receive.py``
-# A module with these functions is a ``Trainer``. The adapter offers it in ``Services``, where mypy compares signatures.
-# This package holds what every framework shares; the adapter calls it:
+# ---- A training framework's adapter, the counterpart of ``Installer`` in ``sync/receive.py`` ------
+# A module with these functions is a ``Trainer``. The adapter offers it in ``Services``, where mypy compares signatures. It calls
+# what every framework shares (``jetrl_patch/trainer/``):
 #
 # 1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
 # 2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``rules.check``;
-# 3. model: ``prepare`` converts it before it is wrapped, through ``trainer.source.convert``;
+# 3. model: ``prepare`` converts it through ``trainer.source.convert`` before the framework wraps it;
 # 4. sync: ``source.begin_sync``, then ``Source.stream`` over full weights, then ``audit.sync_report``;
 # 5. log: ``audit.sync_metrics`` and ``audit.step_metrics`` go into ``source.Driver``, and from there into the step's log.
 
@@ -47,7 +47,7 @@ class Pool(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A file, folder or name of a hub that a setting points to; ``path`` is empty where the setting is required but missing."""
+    """A file, folder or hub name that a setting points to; ``path`` is empty if the setting is required but missing."""
 
     setting: str
     path: str
@@ -60,13 +60,13 @@ class Needs:
     Attributes:
         pools: its GPUs; no pool shares a GPU with another.
         num_gpus: the setting that tells Ray how many GPUs there are, and its value (None: Ray counts them).
-        cluster: the setting and the address of a running Ray cluster; an empty path if Ray is started by the launch.
+        cluster: the setting and the address of a running Ray cluster; an empty path if the launch starts Ray.
         models: models other than the policy.
         tokenizer: where the tokenizer is.
-        data: data files; a hub's data sets count if the framework takes them.
+        data: data files, and data sets of a hub if the framework supports them.
         files: the user's code.
-        own_data: whether a class of the user's own reads the data, so that a path need not be a file.
-        interpreter: the command that runs Ray's workers instead of this Python; an empty path if there is none.
+        own_data: whether the user's own class reads the data. A path then need not be a file.
+        interpreter: the command that runs Ray's workers instead of this Python; otherwise an empty path.
         resumes: the checkpoint that the run resumes from; an empty path if it starts from scratch.
     """
 
@@ -83,7 +83,7 @@ class Needs:
 
 
 class Shard(NamedTuple):
-    """How something is kept: bytes per parameter, and over how many ranks they are split."""
+    """How something is stored: bytes per parameter, and the number of ranks that share them."""
 
     bytes: float
     ranks: int
@@ -91,16 +91,16 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where a launch keeps the policy, for an estimate of its memory.
+    """Where a launch stores the policy, for an estimate of its memory.
 
     Attributes:
-        trainer: describes the engine and its ranks; without ``weights``, says why the trainer's part is unknown.
+        trainer: the engine and its ranks in words; without ``weights``, why the trainer's part is unknown.
         weights, gradients: of the trainer.
-        optimizer: what the optimizer keeps in addition to AdamW's moments, which are split the same way: FP32 masters.
+        optimizer: FP32 masters, which the optimizer keeps next to AdamW's moments and splits in the same way.
         reshards: whether gathered weights are freed after a layer's forward.
-        offloaded: "weights", "gradients" or "optimizer", as far as they are in CPU memory.
+        offloaded: those of "weights", "gradients" and "optimizer" that are in CPU memory.
         tensor_parallel, expert_parallel: the rollout's sizes.
-        utilization: the share of a GPU that an engine takes; None if it is not by share.
+        utilization: the share of a GPU that an engine takes; None if the setting is not a share.
     """
 
     trainer: str
@@ -119,16 +119,16 @@ class Trainer(Protocol):
 
     @property
     def programs(self) -> Collection[str]:
-        """The programs, by module, whose command lines ``read`` can parse; the first is the framework's main one."""
+        """The modules whose command lines ``read`` can parse, the framework's main program first."""
 
     def read(self, arguments: Sequence[str], target: str = ..., /) -> Any:
         """Parse the command line of one of ``programs``. Raises ConfigError with the framework's message."""
 
     def asked_for(self, settings: Any, environ: Mapping[str, str], /) -> Config | None:
-        """Return the plugin's settings found among the framework's, or None if there are none."""
+        """The plugin's settings among the framework's; None if there are none."""
 
     def chosen(self, settings: Any, asked: Config, /) -> Config:
-        """Return the plugin's settings with those that the training engine decides, where the user left them open."""
+        """The plugin's settings, with those that the user left open as the training engine needs them."""
 
     def problems(self, settings: Any, config: Config, /) -> Iterator[JetrlError]:
         """Yield an error for each setting that the plugin cannot support."""
@@ -137,26 +137,26 @@ class Trainer(Protocol):
         """Write what the mode needs into the settings. Returns a description of each change."""
 
     def model_path(self, settings: Any, /) -> tuple[str, str]:
-        """Return the path of the model and the name of the setting that holds it."""
+        """The path of the model, and the name of its setting."""
 
     def program_problem(self, target: str, /) -> JetrlError | None:
-        """Return the error for one of the framework's programs that the plugin does not support, None for any other.
+        """The error for a program of the framework that the plugin does not support; None for any other program.
 
         Args:
             target: dotted name of a module, or path of a script.
         """
 
     def needs_flash_attn(self, settings: Any, /) -> str:
-        """Return the setting that needs flash-attn on a GPU, or an empty string."""
+        """The setting that needs flash-attn on a GPU, or an empty string."""
 
     def needs(self, settings: Any, /) -> Needs:
-        """Return what a launch with these settings needs on its machine."""
+        """What a launch with these settings needs on its machine."""
 
     def layout(self, settings: Any, config: Config, /) -> Layout:
-        """Return where a launch with these settings keeps the policy."""
+        """Where a launch with these settings stores the policy."""
 
     def prepare(self, model: Any, config: Config, engine: Any, /) -> object:
-        """Convert a loaded model in place, before it is wrapped. Return the ``Source`` of its weight syncs.
+        """Convert a loaded model in place, before the framework wraps it. Return the ``Source`` of its weight syncs.
 
         Args:
             engine: the framework's object that holds the model.
@@ -164,11 +164,11 @@ class Trainer(Protocol):
 
 
 # ---- The services that adapters offer to each other and to the core, as types --------------------
-# Each service is a protocol. A module implements it with its functions, so an adapter offers the module itself and mypy
-# checks the signatures. No adapter is imported here; ``registry.py`` finds the adapter that offers a service.
+# Each service is a protocol. A module implements it with its functions: an adapter offers the module itself, and mypy checks the
+# signatures.
 
 class Exchange(Protocol):
-    """Trades tokens for heads between the ``size`` ranks that share sequences of T tokens. Differentiable, collective."""
+    """Exchanges tokens for heads among the ``size`` ranks that share sequences of T tokens. Differentiable, collective."""
 
     size: int
 
@@ -185,13 +185,11 @@ class Exchange(Protocol):
 class Models(Protocol):
     """Computes Hugging Face models as the trainer does."""
 
-    def prepare_model(
-        self, model: Any, config: Config, /, rollout_tp: int, device_type: str, rollout_ep: int = 1
-    ) -> list[str]:
+    def prepare_model(self, model: Any, config: Config, /, rollout_tp: int, device_type: str, rollout_ep: int = 1) -> list[str]:
         """Convert a loaded model in place and return the names of its quantized layers."""
 
     def share_sequences(self, model: Any, exchange: Exchange, /) -> None:
-        """Make attention see whole sequences when each rank of ``exchange`` holds a slice of them. Raises ModelError."""
+        """Let attention see whole sequences although each rank of ``exchange`` holds a slice. Raises ModelError."""
 
     def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
         """Take layers of a converted model out of FP8: all of them, or none with an error."""
@@ -210,15 +208,15 @@ class Rollout(Protocol):
         """Sampled tokens with the log-probs that the engine gave them."""
 
     def kv_cache_error(self) -> JetrlError | None:
-        """The error to raise on a machine that does not support an FP8 KV cache; None where it does."""
+        """The error for a machine without an FP8 KV cache; None if it has one."""
 
     def routes_error(self, what: str, /) -> JetrlError | None:
-        """The error, about the setting ``what``, for an engine that does not return the experts of a mixture; None if it does."""
+        """The error about the setting ``what`` if the engine cannot return the chosen experts; None if it can."""
 
     def argument_problems(
         self, given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str], /
     ) -> Iterator[JetrlError]:
-        """Yield an error for each engine argument that the mode does not handle; ``name`` returns the user's name of one."""
+        """Yield an error for each engine argument that the mode does not support; ``name`` returns the user's name of one."""
 
 
 class Platform(Protocol):
@@ -228,7 +226,7 @@ class Platform(Protocol):
         """Whether the run computes on the CPU."""
 
     def logical_gpus(self, framework: str, /) -> int:
-        """The number of logical GPUs in a framework's CPU run whose settings do not set it."""
+        """The default number of logical GPUs in a framework's CPU run."""
 
 
 class Merger(Protocol):
@@ -250,14 +248,14 @@ class Services:
 
 
 # ---- The lifecycle of an adapter, the code that knows one framework ------------------------------
-# For each adapter whose framework is installed, ``enable()`` guards the versions in ``requires``, then calls ``check``,
-# ``patches`` and ``hooks`` (it looks for their modules but does not import them). Only when all adapters have passed does
-# it call ``on_apply``. ``disable()`` rolls back the journal and calls ``on_undo``.
+# For each adapter whose framework is installed, ``enable()`` checks the versions in ``requires``, calls ``check``, ``patches``
+# and ``hooks``, and looks for the modules that they name without importing them. Once all adapters have passed, it calls
+# ``on_apply``. ``disable()`` rolls back the journal and calls ``on_undo``.
 
 class Adapter:
     """One framework. ``jetrl_patch.adapters.<name>.adapter:ADAPTER`` is an instance of a subclass."""
 
-    #: the name of the folder; `registry.ADAPTERS` says which frameworks the adapter is used for
+    #: the name of the folder; ``ADAPTERS`` says for which frameworks the adapter is used
     name: ClassVar[str] = ""
     #: distributions that must be in their supported range (keys of ``_versions.SUPPORTED``)
     requires: ClassVar[tuple[str, ...]] = ()
@@ -266,29 +264,27 @@ class Adapter:
         """Raise a JetrlError if the run is certain to fail. Change nothing."""
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the attributes to replace, each when its module is imported, or at once if it is already."""
+        """The attributes to replace, now or after the import of their module."""
         return ()
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """Return changes to a module other than replaced attributes, such as a registry entry."""
+        """Changes to a module other than replaced attributes, such as a registry entry."""
         return ()
 
     def services(self) -> Services:
-        """Return what the adapter offers other adapters and the core. Imports the adapter's modules, not its framework."""
+        """What the adapter offers other adapters and the core. Imports the adapter's modules, not its framework."""
         return Services()
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """Make, through the journal, the changes that do not wait for an import."""
+        """Make the changes that wait for no import, through the journal."""
 
     def on_undo(self) -> None:
         """Drop the adapter's own state. Called after the journal is rolled back."""
 
 
 # ---- The adapters by name, and the services each one offers. No other module imports an adapter --
-# >>> registry.models().prepare_model(model, config)
 
 T = TypeVar("T")
-
 
 #: adapter -> import names of its frameworks, at least one of which must be installed; in the order of application
 ADAPTERS: dict[str, tuple[str, ...]] = {
@@ -306,14 +302,8 @@ def installed() -> list[Adapter]:
     found = [resolve(name) for name, needs in ADAPTERS.items() if any(map(is_installed, needs))]
     if not found:
         frameworks = dict.fromkeys(need for needs in ADAPTERS.values() for need in needs)
-        raise VersionError(
-            explain(
-                "enable()",
-                required=f"one of {', '.join(frameworks)}",
-                found="none of them installed",
-                fix="install one in this environment, for instance with `pip install 'verl[vllm]'`",
-            )
-        )
+        required, fix = f"one of {', '.join(frameworks)}", "install one, for instance with `pip install 'verl[vllm]'`"
+        raise VersionError(explain("enable()", required=required, found="none of them installed", fix=fix))
     return found
 
 
@@ -324,14 +314,9 @@ def resolve(name: str) -> Adapter:
     except ModuleNotFoundError as error:
         if error.name != "jetrl_patch.adapters":
             raise
-        raise PatchError(
-            explain(
-                "jetrl_patch.adapters",
-                required="an installed jetrl_patch",
-                found=f"the source folder {os.path.dirname(__file__)}, which holds no adapters",
-                fix="install the clone with `pip install -e .`, or start Python from another folder",
-            )
-        ) from error
+        what, found = "jetrl_patch.adapters", f"the source folder {os.path.dirname(__file__)}, which has no adapters"
+        fix = "install the clone with `pip install -e .`, or start Python from another folder"
+        raise PatchError(explain(what, required="an installed jetrl_patch", found=found, fix=fix)) from error
     path = f"jetrl_patch.adapters.{name}.adapter"
     try:
         adapter: Adapter = importlib.import_module(path).ADAPTER
@@ -345,29 +330,29 @@ def resolve(name: str) -> Adapter:
 
 def models() -> Models:
     """The service that computes Hugging Face models as the trainer does."""
-    return _filled(resolve("transformers").services().models, "transformers")
+    return _offered(resolve("transformers").services().models)
 
 
 def rollout() -> Rollout:
     """The rollout engine."""
-    return _filled(resolve("vllm").services().rollout, "vllm")
+    return _offered(resolve("vllm").services().rollout)
 
 
 def platform() -> Platform:
     """The service that tells a CPU run from others."""
-    return _filled(resolve("cpu").services().platform, "cpu")
+    return _offered(resolve("cpu").services().platform)
 
 
 def trainer(framework: str) -> Trainer:
     """The training framework of this name: "verl" or "openrlhf"."""
-    return _filled(resolve(framework).services().trainer, framework)
+    return _offered(resolve(framework).services().trainer)
 
 
 def merger() -> Merger:
     """The service that merges the shards of a training checkpoint (verl's)."""
-    return _filled(resolve("verl").services().merger, "verl")
+    return _offered(resolve("verl").services().merger)
 
 
-def _filled(service: T | None, adapter: str) -> T:
-    assert service is not None, f"the adapter {adapter!r} offers no such service"
+def _offered(service: T | None) -> T:
+    assert service is not None, "the adapter does not offer this service"
     return service

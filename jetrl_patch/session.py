@@ -1,4 +1,4 @@
-"""The session of this process: the state that ``enable()`` sets, its plan, and what ``status()`` reports."""
+"""The session of this process: what one ``enable()`` plans, applies and undoes, and what ``status()`` reports."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_patch, find_target, watch
 
 __all__ = [
-    "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with",
-    "asked_config", "begin", "disable", "enable", "end", "failure", "is_active", "plan", "preview", "register_backend",
-    "register_cut", "register_guarded", "register_layers", "require_active", "run_notes", "status",
+    "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with", "asked_config",
+    "disable", "enable", "is_active", "plan", "preview", "register_backend", "register_cut", "register_guarded",
+    "register_layers", "require_active", "run_notes", "status",
 ]  # fmt: skip
 
 
-# ---- The state of this process: its active settings, and what a run reports for ``status()`` -----
+# ---- The active settings of this process, and what a run notes for ``status()`` -------------------
 
 @dataclass
 class Notes:
@@ -37,7 +37,8 @@ class Notes:
         layers: FP8 layers.
         cut: layers that ``on_cut="bf16"`` leaves in BF16.
         guarded: layers that the precision guard took out of FP8.
-        backend: the GEMM backend. attention: the exact attention, if it is not the backend's own.
+        backend: the GEMM backend.
+        attention: the exact attention, if it is not the backend's own.
     """
 
     layers: dict[str, None] = field(default_factory=dict)
@@ -47,57 +48,33 @@ class Notes:
     attention: str = ""
 
 
-_config: Config | None = None
-_asked: Config | None = None
-_failure: str = ""
+_lock = threading.RLock()
+_session: Session | None = None  # set last: readers only ever see a complete session
+_starting: Config | None = None  # the config of an enable() that is running in this process
+_failure = ""  # why the last session failed; empty if it did not
 _notes = Notes()
-
-
-def begin(config: Config, asked: Config | None = None) -> None:
-    """Mark this process as patched with ``config``, which ``asked`` was resolved to."""
-    global _config, _asked, _failure
-    _failure = ""
-    _config, _asked = config, config if asked is None else asked
-
-
-def end(failure: str = "") -> None:
-    """Mark this process as unpatched and drop its notes. ``failure`` says why, unless ``disable()`` asked for it."""
-    global _config, _asked, _failure, _notes
-    _config, _asked, _failure, _notes = None, None, failure, Notes()
 
 
 def is_active() -> bool:
     """Whether this process is patched. Takes no lock and reads no environment variable."""
-    return _config is not None
+    return _session is not None
 
 
 def active_with(wanted: Callable[[Config], bool]) -> bool:
     """Whether this process is patched with settings that ``wanted`` accepts."""
-    return _config is not None and wanted(_config)
-
-
-def failure() -> str:
-    """Why the last session of this process failed; empty if it did not."""
-    return _failure
-
-
-def run_notes() -> Notes:
-    """The notes taken since ``begin``."""
-    return _notes
+    session = _session
+    return session is not None and wanted(session.config)
 
 
 def active_config() -> Config:
     """The settings that are active in this process. Raises NotPatchedError if it is not patched."""
-    config = _config
-    if config is None:
-        raise NotPatchedError(_not_patched("this process"))
-    return config
+    return require_active()
 
 
 def asked_config() -> Config:
     """The active settings before they were resolved: unset ones have their defaults. Raises as ``active_config``."""
-    config = active_config()
-    return config if _asked is None else _asked
+    config, session = active_config(), _session
+    return config if session is None else session.asked
 
 
 def require_active(where: str = "this process", expected: Config | None = None) -> Config:
@@ -109,19 +86,26 @@ def require_active(where: str = "this process", expected: Config | None = None) 
 
     Raises NotPatchedError if this process is not patched, ConflictError if its settings differ from ``expected``.
     """
-    config = _config
-    if config is None:
-        raise NotPatchedError(_not_patched(where))
-    if expected is not None and expected.resolved() != config:
+    session = _session
+    if session is None:
+        what, found = f"{where} (pid {os.getpid()})", f"an unpatched one{f' ({_failure})' if _failure else ''}"
+        fix = "install jetrl_patch there with pip and set JETRL_ENABLED=1, or call jetrl_patch.enable() in that process"
+        raise NotPatchedError(explain(what, required="a process that jetrl_patch has patched", found=found, fix=fix))
+    if expected is not None and expected.resolved() != session.config:
         raise ConflictError(
             differences(
                 f"settings of {where}",
                 required=dataclasses.asdict(expected.resolved()),
-                found=dataclasses.asdict(config),
+                found=dataclasses.asdict(session.config),
                 fix="use the same settings in every process of the run",
             )
         )
-    return config
+    return session.config
+
+
+def run_notes() -> Notes:
+    """The notes taken since ``enable()``."""
+    return _notes
 
 
 def register_layers(names: Iterable[str]) -> None:
@@ -144,17 +128,7 @@ def register_backend(name: str, attention: str = "") -> None:
     _notes.backend, _notes.attention = name, attention
 
 
-def _not_patched(where: str) -> str:
-    why = f" ({_failure})" if _failure else ""
-    return explain(
-        f"{where} (pid {os.getpid()})",
-        required="a process that jetrl_patch has patched",
-        found=f"an unpatched one{why}",
-        fix="install jetrl_patch there with pip and set JETRL_ENABLED=1, or call jetrl_patch.enable() in that process",
-    )
-
-
-# ---- The state of a process, as data and as a readable table -------------------------------------
+# ---- The status of a process, as data and as a readable table -------------------------------------
 
 @dataclass(frozen=True)
 class PatchStatus:
@@ -167,7 +141,7 @@ class PatchStatus:
         remove_when: the upstream change that makes it obsolete.
         upstream: a link to the upstream report or change, if there is one.
         fixes: the project whose bug it fixes; empty for the plugin's own changes.
-        needed_by: the runs that do not start without it, so that ``upstream_fixes=False`` keeps it.
+        needed_by: the runs that do not start without it. ``upstream_fixes=False`` then keeps it.
     """
 
     target: str
@@ -195,7 +169,7 @@ class Status:
         versions: framework -> installed version.
         patches: the changes, applied or waiting.
         layers: names of the layers in FP8.
-        cut: names of the layers in BF16 because the rollout's tensor parallelism cuts a block of them (``on_cut``).
+        cut: names of the layers in BF16 because the rollout's tensor parallelism cuts one of their blocks (``on_cut``).
         guarded: names of the layers that the precision guard took out of FP8.
         backend: the GEMM backend.
         attention: the exact attention, if it is not the backend's own; else empty.
@@ -252,11 +226,7 @@ class Status:
         return "\n".join(lines)
 
 
-# ---- The plan of one ``enable()``: check it, apply it, undo it.
-
-#: called with the session and the error when a patch fails, before the import of its module fails
-OnFailure = Callable[["Session", BaseException], None]
-
+# ---- The plan of one ``enable()``: check it, apply it, undo it -----------------------------------
 
 @dataclass
 class Planned:
@@ -269,30 +239,35 @@ class Planned:
 
 @dataclass
 class Session:
-    """The changes of one ``enable()``. ``error`` is what a patch raised, kept in case the importer swallows it."""
+    """The changes of one ``enable()``.
+
+    Attributes:
+        config: the settings, resolved.
+        asked: the settings as given.
+        error: what a patch raised, in case the importer swallows it.
+    """
 
     config: Config
+    asked: Config
     adapters: Sequence[registry.Adapter]
     versions: dict[str, str]
     planned: list[Planned]
     journal: Journal = field(default_factory=Journal)
     error: BaseException | None = None
 
-    def apply(self, on_failure: OnFailure) -> None:
+    def apply(self) -> None:
         """Change the modules that are imported, and hook the imports of the others."""
         for name, value in self.config.to_env().items():
-            self.journal.set_item(
-                os.environ, name, value, target=f"os.environ[{name!r}]", reason="settings for child processes"
-            )
+            self.journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason="settings for child processes")
         for adapter in self.adapters:
             adapter.on_apply(self.config, self.journal)
         for planned in self.planned:
-            planned.hook = watch(planned.what.module, self._callback(planned, on_failure))
+            planned.hook = watch(planned.what.module, self._callback(planned))
         if self.error is not None:
             raise self.error
 
     def take_down(self, error: BaseException) -> None:
-        """Undo what was done before ``error``. A failure to undo is added to ``error`` as a note."""
+        """Undo what was done before ``error``, which gets a note if undoing fails."""
         try:
             self.journal.rollback(force=True)
         except JetrlError as second:
@@ -300,7 +275,7 @@ class Session:
         self.forget()
 
     def forget(self) -> None:
-        """After the rollback, cancel the waiting hooks and let the adapters drop their state."""
+        """After the rollback: cancel the waiting hooks, and let the adapters drop their state."""
         for planned in self.planned:
             if planned.hook is not None:
                 planned.hook.cancel()
@@ -308,7 +283,7 @@ class Session:
         for adapter in self.adapters:
             adapter.on_undo()
 
-    def _callback(self, planned: Planned, on_failure: OnFailure) -> Callable[[ModuleType], None]:
+    def _callback(self, planned: Planned) -> Callable[[ModuleType], None]:
         def on_import(module: ModuleType) -> None:
             try:
                 if isinstance(planned.what, Patch):
@@ -318,18 +293,19 @@ class Session:
                 planned.applied = True
             except BaseException as error:
                 self.error = error
-                on_failure(self, error)
+                _abandon(self, error)
                 raise
 
         return on_import
 
 
-def plan(config: Config, adapters: Sequence[registry.Adapter]) -> Session:
+def plan(asked: Config, adapters: Sequence[registry.Adapter]) -> Session:
     """Check versions, settings and targets without changing anything, and return the session to apply.
 
-    In an imported module the target must exist. For other targets the module's file must exist.
+    In an imported module the target must exist, in other modules only the module's file.
     Raises VersionError, PatchError, and what the adapters' own checks raise.
     """
+    config = asked.resolved()
     versions = require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
     for adapter in adapters:
         adapter.check(config)
@@ -341,14 +317,14 @@ def plan(config: Config, adapters: Sequence[registry.Adapter]) -> Session:
                 continue
             _check_target(what)
             planned.append(Planned(what))
-    return Session(config, adapters, versions, planned)
+    return Session(config, asked, adapters, versions, planned)
 
 
 def _gate(patch: Patch) -> Callable[[], bool] | None:
-    """What the replacement of a patch asks at each call; None if it runs in every process.
+    """The question that decides at each call whether a replacement runs; None if it always does.
 
     ``disable()`` restores every attribute, but a caller may still hold the replacement: a bound method, a name imported from
-    another module, a class that Ray copied. So a replacement runs only in a patched process, and needs no check of its own.
+    another module, a class that Ray copied. In a process that is not patched, such a replacement must call the original.
     """
     if patch.always:
         return None
@@ -356,7 +332,7 @@ def _gate(patch: Patch) -> Callable[[], bool] | None:
 
 
 def _wanted(what: Patch | OnImport, config: Config) -> bool:
-    """Whether to apply a patch: the only place where ``upstream_fixes`` has an effect."""
+    """Whether to apply a patch. Nothing else reads ``upstream_fixes``."""
     return not what.fixes or bool(what.needed_by) or config.fixes_upstream
 
 
@@ -389,12 +365,7 @@ def _note(error: BaseException, text: str) -> None:
         error.args = (f"{error} ({text})",)
 
 
-# ---- The session of this process: apply all patches or none, report them, undo them --------------
-
-_lock = threading.RLock()
-_session: Session | None = None  # set last, so that a reader only ever sees a complete session
-_starting: Config | None = None  # the config of an enable() that is running in this process
-
+# ---- The public functions: apply all patches or none, report them, undo them ---------------------
 
 def enable(config: Config | None = None, **overrides: Any) -> Status:
     """Apply every patch to this process, or none.
@@ -418,7 +389,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     if it fails, the import fails and all patches are undone. The settings are exported to ``os.environ`` for child
     processes. A second call with the same settings does nothing.
     """
-    global _session, _starting
+    global _session, _starting, _failure
     environment.check_names()
     asked = Config.from_env(**overrides) if config is None else config.replace(**overrides)
     wanted = asked.resolved()
@@ -438,54 +409,50 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         _starting = wanted
         session: Session | None = None
         try:
-            session = plan(wanted, registry.installed())
-            session.apply(on_failure=_abandon)
+            session = plan(asked, registry.installed())
+            session.apply()
         except BaseException as error:
-            end(failure=_words(error))
+            _end(error)
             if session is not None:
                 session.take_down(error)
             raise
         finally:
             _starting = None
-        _session = session
-        begin(wanted, asked)
+        _session, _failure = session, ""
         return status()
 
 
 def disable() -> None:
-    """Undo all patches, newest first, so that each attribute holds its original object again.
+    """Undo all patches, newest first. Each attribute holds its original object again.
 
-    Does nothing in a process that is not enabled. Models that were already converted keep their FP8 layers.
+    Does nothing in a process that is not enabled. Converted models keep their FP8 layers.
 
     Raises:
         ConflictError: other code has changed a patched attribute. Nothing is undone.
         PatchError: an undo step failed. Everything else is undone.
     """
-    global _session
     with _lock:
         session = _session
         if session is None:
             return
+        undone = True
         try:
             session.journal.rollback()
         except ConflictError:
-            raise  # nothing was undone, so the session stays
-        except PatchError:
-            _session = None  # everything else was undone
-            end()
-            session.forget()
+            undone = False  # nothing was, so the session stays
             raise
-        _session = None
-        end()
-        session.forget()
+        finally:
+            if undone:
+                _end()
+                session.forget()
 
 
 def activate_from_env() -> bool:
     """Call ``enable()`` if the environment opts in, and return whether it does. The plugin entry points call this.
 
     Safe to call many times. An earlier ``enable()`` in this process takes precedence over the environment.
-    Raises ConfigError for a ``JETRL_*`` variable that does not exist, also where nothing opts in: it may be the one that
-    should have. ``JETRL_ENABLED=0`` means that the plugin does nothing, so it then checks nothing either.
+    Raises ConfigError for a ``JETRL_*`` variable that does not exist, even if nothing opts in: the misspelled one may be the
+    opt-in. With ``JETRL_ENABLED=0`` the plugin does nothing and checks nothing.
     """
     if environment.switched_off():
         return False
@@ -501,8 +468,8 @@ def status() -> Status:
     """A snapshot of this process: settings, versions, patches, FP8 layers. ``str()`` of it is a table."""
     session = _session
     if session is None:
-        return Status(enabled=False, config=None, pid=os.getpid(), failure=failure())
-    notes = run_notes()
+        return Status(enabled=False, config=None, pid=os.getpid(), failure=_failure)
+    notes = _notes
     patches = [PatchStatus.of(p.what, "applied" if p.applied else "waiting") for p in session.planned]
     named = {p.target for p in patches}
     patches += [
@@ -529,7 +496,7 @@ def preview(config: Config) -> list[PatchStatus]:
 
     Raises ConfigError, VersionError and PatchError, as ``enable`` does.
     """
-    session = plan(config.resolved(), registry.installed())
+    session = plan(config, registry.installed())
     return [PatchStatus.of(p.what, "waiting") for p in session.planned]
 
 
@@ -538,13 +505,13 @@ def _abandon(session: Session, error: BaseException) -> None:
 
     During ``enable()`` there is no session yet: ``enable()`` itself undoes what it has begun.
     """
-    global _session
     with _lock:
         if _session is session:
-            _session = None
-            end(failure=_words(error))
+            _end(error)
             session.take_down(error)
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _end(error: BaseException | None = None) -> None:
+    """Mark this process as unpatched, because of ``error`` or of ``disable()``, and drop its notes."""
+    global _session, _failure, _notes
+    _session, _failure, _notes = None, "" if error is None else f"{type(error).__name__}: {error}", Notes()

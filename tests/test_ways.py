@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
@@ -237,6 +238,17 @@ def test_every_item_says_what_happens_there_and_every_count_is_right() -> None:
         items = ITEM.findall(section(text, title))
         assert items and all(len(words.strip(" :\n")) > 10 for _, words in items), title
         assert f"{len(items)} files" in section(text, title), title
+
+
+@pytest.mark.parametrize(("title", "most"), [("`enable()`", 8), ("A weight", 14), ("A log-prob", 9), ("A linear", 6)])
+def test_the_ways_stay_short(title: str, most: int) -> None:
+    assert len(ITEM.findall(section(PAGE.read_text(), title))) <= most
+
+
+def test_a_weight_never_returns_to_a_folder() -> None:
+    files = [file for file, _ in ITEM.findall(section(PAGE.read_text(), "A weight"))]
+    folders = [folder for folder, _ in itertools.groupby(file.rpartition("/")[0] for file in files)]
+    assert len(folders) == len(set(folders)), folders
 
 
 _ADVICE = "the page is wrong: run `python -m tests.test_ways`, which writes the lists, and describe the new files"

@@ -1,8 +1,7 @@
 """Split a command line into jetrl's options and the program's arguments, which stay unchanged.
 
-argparse and click both drop a lone ``--`` from what they pass on, so this module parses by hand. jetrl's options come
-first, then the program; everything after it belongs to the program. One exception: ``--fp8-unified`` is taken out
-wherever it appears before a lone ``--``.
+argparse and click both drop a lone ``--`` from what they pass on, so this module parses by hand. jetrl's options come first, then
+the program, then the program's own arguments. One exception: ``--fp8-unified`` is also found among these, before a lone ``--``.
 """
 
 from __future__ import annotations
@@ -77,11 +76,8 @@ class _Settings:
     def add(self, name: str, value: Any, source: str) -> None:
         """Record a setting. Raises ConfigError if an earlier option gave it another value."""
         if name in self.values and self.values[name] != value:
-            raise ConfigError(
-                explain(
-                    "jetrl", required=f"one {name}", found=f"{self._sources[name]} and {source}", fix="drop one of the two"
-                )
-            )
+            found = f"{self._sources[name]} and {source}"
+            raise ConfigError(explain("jetrl", required=f"one {name}", found=found, fix="drop one of the two"))
         self.values[name] = value
         self._sources[name] = source
 
@@ -90,13 +86,12 @@ class _Settings:
         if option == "--set":
             name, equals, text = value.partition("=")
             if not equals:
-                raise ConfigError(
-                    explain(f"--set {value}", required="key=value", found="no '='", fix="write --set key=value")
-                )
-            self.add(name, _parse(name, text, f"--set {value}"), f"--set {value}")
+                fix = "write --set key=value"
+                raise ConfigError(explain(f"--set {value}", required="key=value", found="no '='", fix=fix))
         else:
-            name = option.removeprefix("--").replace("-", "_")
-            self.add(name, _parse(name, value, f"{option} {value}"), f"{option} {value}")
+            name, text = option.removeprefix("--").replace("-", "_"), value
+        source = f"{option} {value}"
+        self.add(name, _parse(name, text, source), source)
 
 
 def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bool) -> int | None:
@@ -111,9 +106,8 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
         elif option in _VALUED:
             if not equals:
                 if at + 1 == len(words):
-                    raise ConfigError(
-                        explain(option, required="a value", found="the end of the line", fix=f"write {option} VALUE")
-                    )
+                    fix = f"write {option} VALUE"
+                    raise ConfigError(explain(option, required="a value", found="the end of the line", fix=fix))
                 at, value = at + 1, words[at + 1]
             settings.take(option, value)
             at += 1
@@ -124,14 +118,9 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
         elif word == "--":
             return at + 1
         else:
-            raise ConfigError(
-                explain(
-                    "jetrl run",
-                    required=f"one of {', '.join((*_SWITCHES, *_VALUED))} before the program",
-                    found=word,
-                    fix="put the program's own arguments after the program",
-                )
-            )
+            required = f"one of {', '.join((*_SWITCHES, *_VALUED))} before the program"
+            fix = "put the program's own arguments after the program"
+            raise ConfigError(explain("jetrl run", required=required, found=word, fix=fix))
     return at
 
 
@@ -140,14 +129,8 @@ def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
     is_module = at < len(words) and words[at] == "-m"
     at += is_module
     if at >= len(words) or not words[at]:
-        raise ConfigError(
-            explain(
-                "jetrl run",
-                required="-m MODULE or a script",
-                found="neither",
-                fix="write, for instance, `jetrl run --fp8-unified -m verl.trainer.main_ppo ...`",
-            )
-        )
+        fix = "write, for instance, `jetrl run --fp8-unified -m verl.trainer.main_ppo ...`"
+        raise ConfigError(explain("jetrl run", required="-m MODULE or a script", found="neither", fix=fix))
     return words[at], is_module, at + 1
 
 
@@ -156,9 +139,7 @@ def _parse(name: str, text: str, source: str) -> Any:
     if name not in SETTINGS:
         raise ConfigError(f"{source}: {unknown(f'setting {name!r}', [name], SETTINGS)}")
     if not text.strip() and name != "exclude":
-        raise ConfigError(
-            explain(source, required=f"a value of {name}", found="none", fix="add a value or drop the option")
-        )
+        raise ConfigError(explain(source, required=f"a value of {name}", found="none", fix="add a value or drop the option"))
     try:
         if SETTINGS[name].joint:
             return from_text({name: text})[name]

@@ -21,7 +21,7 @@ class Correction:
     Attributes:
         name: the value of ``Config.correction``.
         level: the ratio that is compared with the bounds: a token's, a sequence's, or the geometric mean over a sequence.
-        truncates: whether a ratio above the cap is cut down to it. If not, tokens or sequences outside the bounds are dropped.
+        truncates: whether a ratio above the cap is reduced to it. Otherwise tokens or sequences outside the bounds are dropped.
         bounds: how many bounds it allows: 1 is a cap, 2 are low and high.
         default: the default bounds.
         source: where the formula and the default bounds come from.

@@ -22,7 +22,7 @@ SWITCH = f"{PREFIX}ENABLED"
 #: environment variable -> field of ``Config``
 FIELDS = {found.variable: name for name, found in SETTINGS.items()}
 
-#: the variables that concern the machine, not the run
+#: the variables for the machine, not for the run
 MACHINE = {
     "JETRL_CACHE_DIR": "folder for the compiled CPU kernels (default: the user's cache folder)",
     "JETRL_CPU_ISA": "instruction set of the CPU kernels: avx512_bf16, avx512, avx2 or portable (default: the best available)",
@@ -57,7 +57,7 @@ def by_field(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a process that gets settings of its own: without ``JETRL_*``, except for ``MACHINE``."""
+    """The environment for a process with its own settings: without ``JETRL_*``, except for ``MACHINE``."""
     env = os.environ if environ is None else environ
     return {name: value for name, value in env.items() if not name.startswith(PREFIX) or name in MACHINE}
 

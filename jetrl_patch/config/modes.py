@@ -1,4 +1,4 @@
-"""The table of precisions. Settings, checks, wire format and rollout all derive from its records. Imports no torch."""
+"""The table of precisions, from which settings, checks, wire format and rollout derive. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RolloutFormat:
         granularity: scales per 128x128 block, or per output channel and token.
         quantization: vLLM's name for the format.
         capability: minimum compute capability of a CUDA device, in vLLM's notation (89 for 8.9).
-        sent: dtype in which the trainer sends the weights; "bfloat16" where the rollout quantizes them.
-        own_product: name of the format's own matmul, if it is not one that the FP8 backends compute.
+        sent: dtype of the weights as the trainer sends them; "bfloat16" if the rollout quantizes them.
+        own_product: name of the format's own matmul, if the FP8 backends do not compute it.
     """
 
     name: str
@@ -44,20 +44,8 @@ class RolloutFormat:
         """Whether it is FP8: an FP8 backend multiplies it, and ``scale_format`` applies."""
         return self.dtype == E4M3
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether the trainer sends quantized weights with their scales."""
-        return self.sent == self.dtype
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the scales sent with a weight ``[N, K]``."""
-        n, k = shape
-        return (n, 1) if self.granularity == "channel" else (-(-n // 128), -(-k // 128))
-
-
-_BLOCK = RolloutFormat(
-    name="fp8-block", dtype=E4M3, granularity="block", quantization="jetrl_fp8", capability=89, sent=E4M3
-)
+_BLOCK = RolloutFormat(name="fp8-block", dtype=E4M3, granularity="block", quantization="jetrl_fp8", capability=89, sent=E4M3)
 _CHANNEL = replace(_BLOCK, name="fp8-channel", granularity="channel")
 _INT8 = RolloutFormat(
     name="int8-channel", dtype="int8", granularity="channel", quantization="jetrl_int8", capability=75, sent="int8",
@@ -95,7 +83,7 @@ class Mode:
     smoothing: float = 0.0
     rollout_log_probs: bool = False
     backends: tuple[str, ...] = ()
-    one_granularity: str = ""
+    one_granularity: str = "only 'fp8-rollout' has a choice of granularity. Drop rollout_granularity."
 
     @property
     def only_measures(self) -> bool:
@@ -104,7 +92,7 @@ class Mode:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the dtype has five exponent bits, so that training needs a loss scale and weights may overflow."""
+        """Whether the dtype has five exponent bits. Training then needs a loss scale, and weights may overflow."""
         return self.dtype == "float16"
 
     @property
@@ -124,19 +112,11 @@ class Mode:
 
     def format(self, granularity: str) -> RolloutFormat | None:
         """The rollout's format for this granularity, or the only one; None if its linears are not quantized."""
-        if not self.has_granularity:
-            return self.formats[0] if self.formats else None
-        return next((found for found in self.formats if found.granularity == granularity), None)
+        return next((found for found in self.formats if found.granularity == granularity or not self.has_granularity), None)
 
-
-_NO_CHOICE = "only 'fp8-rollout' has a choice of granularity. Drop rollout_granularity."
 
 _TABLE = (
-    Mode(
-        name="bf16",
-        meaning="only measures",
-        one_granularity=_NO_CHOICE,
-    ),
+    Mode(name="bf16", meaning="only measures"),
     Mode(
         name="fp8-unified",
         meaning="runs training and rollout in the same FP8 flow",
@@ -159,13 +139,7 @@ _TABLE = (
         backends=("auto", "torch"),
         one_granularity="INT8 always has one scale per output channel. Drop rollout_granularity.",
     ),
-    Mode(
-        name="fp16",
-        meaning="uses FP16 on both sides, with a loss scale",
-        dtype="float16",
-        rollout_log_probs=True,
-        one_granularity=_NO_CHOICE,
-    ),
+    Mode(name="fp16", meaning="uses FP16 on both sides, with a loss scale", dtype="float16", rollout_log_probs=True),
 )
 
 #: vLLM's names of the plugin's quantizations

@@ -62,7 +62,7 @@ class Config(Fields):
         return dataclasses.replace(self, **overrides)
 
     def to_env(self) -> dict[str, str]:
-        """Variable -> text for every variable that ``from_env`` reads, so that no stale value survives."""
+        """Variable -> text for every variable that ``from_env`` reads: no stale value survives."""
         texts = {variable: environment.written(getattr(self, name)) for variable, name in environment.FIELDS.items()}
         return {environment.SWITCH: "1", **texts}
 

@@ -67,11 +67,14 @@ def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
         kept = mask.bool()
         return Corrected(kept.to(log_ratio.dtype), kept, torch.zeros_like(kept))
     correction, (low, high) = CORRECTIONS[kind], interval(kind, bounds)
-    log = _LEVELS[correction.level](log_ratio, mask)
+    found, counted = _LEVELS[correction.level](log_ratio, mask).exp(), mask.bool()
+    outside = counted & ((found > high) if correction.truncates else (found < low) | (found > high))
+    kept = counted if correction.truncates else counted & ~outside  # NaN is never outside, so it is kept and propagates
     if correction.truncates:
-        return _truncated(log, mask, high, log_ratio.dtype)
-    found = _dropped(log, mask, low, high, log_ratio.dtype)
-    return _as_mask(found) if correction.level == "geometric" else found
+        found = found.clamp(max=high)
+    elif correction.level == "geometric":  # a mask
+        found = torch.where(found.isnan(), found, 1.0)
+    return Corrected(torch.where(kept, found, 0.0).to(log_ratio.dtype), kept, outside)
 
 
 def _tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -94,25 +97,6 @@ _LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sequence": _products,
     "geometric": _means,
 }
-
-
-def _truncated(log: torch.Tensor, mask: torch.Tensor, cap: float, dtype: torch.dtype) -> Corrected:
-    found, kept = log.exp(), mask.bool()
-    weights = torch.where(kept, found.clamp(max=cap), 0.0)
-    return Corrected(weights.to(dtype), kept, kept & (found > cap))
-
-
-def _dropped(log: torch.Tensor, mask: torch.Tensor, low: float, high: float, dtype: torch.dtype) -> Corrected:
-    found, counted = log.exp(), mask.bool()
-    outside = counted & ((found < low) | (found > high))  # false for NaN, so a NaN is kept and propagates
-    kept = counted & ~outside
-    return Corrected(torch.where(kept, found, 0.0).to(dtype), kept, outside)
-
-
-def _as_mask(found: Corrected) -> Corrected:
-    """Set the weight of kept tokens to 1; NaN stays NaN."""
-    ones = torch.where(found.weights.isnan(), found.weights, 1.0)
-    return Corrected(torch.where(found.kept, ones, 0.0).to(found.weights.dtype), found.kept, found.outside)
 
 
 def _cast(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -169,8 +153,8 @@ def acr_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """−min(ρ, C)·min(R·A, clip(R, 1−ε, (1+ε)/r)·A), r = min(1, C/ρ): QuRL's J_ACR (arXiv 2602.13953).
 
-    Where TIS truncates ρ to C, it scales a token's update down by r, so ACR widens the upper clip by 1/r. Elsewhere r = 1, and
-    the loss is bit-equal to ``tis`` on top of ``ppo_loss``. The other arguments are those of ``ppo_loss``.
+    Where TIS truncates ρ to C, it scales a token's update down by r; ACR therefore widens the upper clip by 1/r. Elsewhere r = 1,
+    and the loss is bit-equal to ``tis`` on top of ``ppo_loss``. The other arguments are those of ``ppo_loss``.
 
     Args:
         ratio: ρ_t before truncation, [B, T].
@@ -210,7 +194,7 @@ def gspo_loss(
 ) -> torch.Tensor:
     """−min(s·A, clip(s, 1−ε_low, 1+ε_high)·A), s = (π_θ(y)/π_old(y))^(1/n) (GSPO, arXiv 2507.18071, eq. 5–7).
 
-    Every token of a row has the row's s, and so its gradient. μ is not used. All tensors [B, T].
+    Every token of a row has the row's s, and therefore its gradient. μ is not used. All tensors [B, T].
     """
     counted = mask.bool()
     length = counted.sum(-1, keepdim=True).clamp(min=1)

@@ -21,7 +21,7 @@ _Part = TypeVar("_Part")
 
 
 def merge(kind: type[_Part], parts: Iterable[_Part]) -> _Part:
-    """Merge dataclasses into one: ``max_…`` and ``min_…`` fields by maximum and minimum, others by sum. NaN propagates."""
+    """Merge dataclasses into one: fields ``max_…`` and ``min_…`` by maximum and minimum, others by sum. NaN propagates."""
     found = list(parts)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: _combine(name, [getattr(part, name) for part in found]) for name in names})
@@ -36,7 +36,7 @@ def _combine(name: str, values: list[Any]) -> Any:
 
 
 # ---- What a correction did to a batch, for a framework's logger ----------------------------------
-# The effective sample size counts tokens, or sequences where a correction has one weight per sequence. The other figures count
+# The effective sample size counts tokens, or sequences if a correction has one weight per sequence. The other figures count
 # response tokens.
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Applied:
         outside: number of tokens whose ratio, or whose sequence's ratio, is outside the bounds.
         dropped: number of tokens that the correction drops.
         weight: sum of the weights over tokens.
-        units: number of units with a weight of their own: tokens or sequences.
+        units: number of units with their own weight: tokens or sequences.
         unit_weight, unit_square: sums of the weights and of their squares over units.
         max_weight, min_weight: largest and smallest weight of a token.
     """
@@ -107,15 +107,11 @@ def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
 
 
 def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.Tensor, mask: torch.Tensor) -> Applied | None:
-    """``applied`` for the correction of a run.
+    """``applied`` for the correction of a run; None if there is no correction, or none that has a name.
 
     Args:
         correction: (kind, interval), as an adapter reads them from the framework's settings; None if it has no name.
-        log_ratio: log π_old − log μ, [B, T].
-        mask: [B, T], non-zero at response tokens.
-
-    Returns:
-        The sums; None if there is no correction or it has no name.
+        log_ratio, mask: as in ``applied``.
     """
     kind, (low, high) = correction or ("none", (0.0, 0.0))
     if kind == "none":
@@ -129,7 +125,7 @@ def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Figures over the tokens that the mask keeps. All but ``tokens`` are NaN if it keeps none.
+    """Figures over the tokens that the mask keeps. If it keeps none, all but ``tokens`` are NaN.
 
     Attributes:
         tokens: number of tokens.

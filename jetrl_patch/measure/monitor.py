@@ -17,27 +17,15 @@ from jetrl_patch.errors import ConfigError, PrecisionError, explain
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.measure.statistics import FIELDS, MOST, Codes, Figures, Observer, Reduce, measure, worst, worst_of
 from jetrl_patch.models.families import MERGED
-from jetrl_patch.models.structure import matrix_expert, matrix_name, matrix_number, unit_of, units
+from jetrl_patch.models.structure import matrix_expert, matrix_name, matrix_number, units
 
 __all__ = [
-    "KINDS",
-    "PREFIX",
-    "Finding",
-    "Monitor",
-    "Watch",
-    "below",
-    "check_guard",
-    "everybody",
-    "findings",
-    "per_layer",
-    "show",
-    "summary",
-    "unchanged",
-    "with_partners",
+    "KINDS", "PREFIX", "Finding", "Monitor", "Watch", "below", "check_guard", "everybody", "findings", "per_layer", "show",
+    "summary", "unchanged", "with_partners",
 ]  # fmt: skip
 
 
-# ---- Reduce the statistics of all layers to the few numbers that a step logs ---------------------
+# ---- The statistics of all layers, reduced to the few numbers that a step logs -------------------
 
 PREFIX = "jetrl/scale/"
 KINDS = ("weight", "activation", "gradient")
@@ -48,13 +36,13 @@ Found = Mapping[tuple[str, str], Figures]
 def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
     """``jetrl/scale/{kind}_{figure}_{min,mean,max}`` over layers, and the worst layer's index in ``layers``.
 
-    For a mixture of experts also the index of the layer with the worst expert, and of that expert. A statistic that is NaN for
-    every layer is omitted.
+    For a mixture of experts also the indices of the worst expert and of its layer. Omits a statistic that is NaN for every layer.
     """
     metrics: dict[str, float] = {}
     for kind in KINDS:
         of_kind = {layer: figures for (k, layer), figures in found.items() if k == kind}
-        columns = {name: _known([getattr(figures, name) for figures in of_kind.values()]) for name in FIELDS}
+        rows = {name: [getattr(figures, name) for figures in of_kind.values()] for name in FIELDS}
+        columns = {name: [value for value in row if not math.isnan(value)] for name, row in rows.items()}
         wanted = (
             ("sqnr", "min"), ("sqnr", "mean"), ("slice_sqnr", "min"), ("slice_sqnr", "mean"), ("underflow", "mean"),
             ("underflow", "max"), ("saturated", "max"), ("amax", "max"), ("scale_min", "min"), ("scale_max", "max"),
@@ -103,25 +91,13 @@ def _lowest(of_kind: Mapping[str, Figures]) -> str | None:
     return min(known, key=lambda layer: known[layer], default=None)
 
 
-def _known(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
+_REDUCE: dict[str, Reduce] = {"min": min, "mean": fmean, "max": max}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-_REDUCE: dict[str, Reduce] = {"min": min, "mean": _mean, "max": max}
-
-
-# ---- Compare statistics with their thresholds: warn once per layer, kind and statistic, or stop the run
+# ---- Thresholds: warn once per layer, kind and statistic, or stop the run -------------------------
 
 class Finding(NamedTuple):
-    """A statistic that crosses its threshold.
-
-    Attributes:
-        matrix: for experts, the matrix with the worst value, such as ``17.up_proj``.
-    """
+    """A statistic that crosses its threshold. ``matrix`` names the worst one of experts, such as ``17.up_proj``."""
 
     layer: str
     kind: str
@@ -139,21 +115,15 @@ class Finding(NamedTuple):
 
 def findings(found: Found, config: Config) -> Iterator[Finding]:
     """Every statistic that crosses its threshold, in the order of ``found``."""
+    # scales follow the values, so nothing should ever saturate
+    most = {"underflow": config.monitor_underflow, "saturated": 0.0, "nonfinite": 0.0}
     for (kind, layer), figures in found.items():
-        for figure, value, threshold in _crossed(figures, config):
-            number = figures.at.get(figures.worst_figure if figure == "sqnr" else figure)
-            yield Finding(layer, kind, figure, value, threshold, "" if number is None else matrix_name(number))
-
-
-def _crossed(figures: Figures, config: Config) -> Iterator[tuple[str, float, float]]:
-    if figures.worst_db < config.monitor_sqnr:
-        yield "sqnr", figures.worst_db, config.monitor_sqnr
-    if figures.underflow > config.monitor_underflow:
-        yield "underflow", figures.underflow, config.monitor_underflow
-    if figures.saturated > 0:  # scales follow the values, so nothing should ever saturate
-        yield "saturated", figures.saturated, 0.0
-    if figures.nonfinite > 0:
-        yield "nonfinite", figures.nonfinite, 0.0
+        crossed = [(name, getattr(figures, name), limit) for name, limit in most.items() if getattr(figures, name) > limit]
+        if figures.worst_db < config.monitor_sqnr:
+            crossed.insert(0, ("sqnr", figures.worst_db, config.monitor_sqnr))
+        for name, value, limit in crossed:
+            number = figures.at.get(figures.worst_figure if name == "sqnr" else name)
+            yield Finding(layer, kind, name, value, limit, "" if number is None else matrix_name(number))
 
 
 class Watch:
@@ -163,11 +133,7 @@ class Watch:
         self._told: set[tuple[str, str, str]] = set()
 
     def look(self, found: Found, config: Config) -> list[Finding]:
-        """Return the findings not reported before.
-
-        Raises:
-            PrecisionError: there is one, and ``monitor_action`` is "stop".
-        """
+        """The findings not reported before. Raises PrecisionError if there is one and ``monitor_action`` is "stop"."""
         new = [f for f in findings(found, config) if (f.layer, f.kind, f.figure) not in self._told]
         self._told |= {(f.layer, f.kind, f.figure) for f in new}
         if new and config.monitor_action == "stop":
@@ -179,17 +145,17 @@ class Watch:
         return new
 
 
-# ---- The precision guard: from the next step on, layers whose SQNR falls below a floor run in BF16 on both sides
+# ---- The precision guard: layers whose SQNR falls below a floor run in BF16 on both sides from the next step on
 
 def check_guard(config: Config, rollout_tp: int) -> None:
-    """Raise ConfigError if the guard is on and the rollout is tensor parallel: the combination is untested."""
+    """Raise ConfigError if the guard is on and the rollout is tensor parallel, which is untested."""
     if config.guard_sqnr is not None and rollout_tp > 1:
         what, fix = f"guard_sqnr={config.guard_sqnr:g}", "set the size to 1, or unset guard_sqnr and list the layers in exclude"
         raise ConfigError(explain(what, required="rollout tensor parallel size 1", found=rollout_tp, fix=fix))
 
 
 def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, str]:
-    """Map each layer with tensors below ``floor`` dB to a description of them. NaN (no data) is never below."""
+    """Layer -> its tensors below ``floor`` dB, in words. NaN (no data) is never below."""
     reasons: dict[str, list[str]] = {}
     for (kind, layer), figures in found.items():
         if figures.worst_db < floor:
@@ -200,11 +166,11 @@ def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, s
 
 
 def with_partners(names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """``names`` and the layers that vLLM fuses with them, in the order of ``layers``."""
+    """``names`` and the layers that vLLM fuses with them, in the order of ``layers``. A fused layer has one precision."""
     wanted = set(names)
     for name in list(wanted):
         parent, dot, leaf = name.rpartition(".")
-        for group in MERGED:  # a fused layer has one precision
+        for group in MERGED:
             if leaf in group:
                 wanted |= {f"{parent}{dot}{partner}" for partner in group}
     return [layer for layer in layers if layer in wanted]
@@ -213,7 +179,7 @@ def with_partners(names: Iterable[str], layers: Collection[str]) -> list[str]:
 # ---- Gather one object from every trainer rank ---------------------------------------------------
 
 def everybody(mine: Any) -> list[Any]:
-    """Return the objects of all ranks, in rank order. Collective; without a process group, ``[mine]``."""
+    """The objects of all ranks, in rank order. Collective; without a process group, ``[mine]``."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
@@ -222,8 +188,8 @@ def everybody(mine: Any) -> list[Any]:
 
 
 # ---- The FP8 monitor of one training process: when it measures, and what it does with the results
-# A step lies between two weight syncs. Syncs are numbered from 0 (the one before the first rollout). The monitor samples
-# sync 0 (weights only), step 1, and every ``monitor_every``-th step after it:
+# A step lies between two weight syncs. Sync 0 is the one before the first rollout. The monitor samples sync 0 (weights only),
+# step 1, and every ``monitor_every``-th step after it:
 #
 #     sync n-1 ends: hooks are set on the layers if step n is sampled
 #     step n:        activations and gradients of one micro-batch are measured
@@ -231,10 +197,10 @@ def everybody(mine: Any) -> list[Any]:
 #     sync n:        without the guard, weights are measured as they are sent; codes are compared with sync n-1
 #     sync n ends:   the statistics of all ranks become metrics and warnings, or stop the run
 #
-# The experts of a block count as one layer (``units``): every matrix is measured, and the worst of each statistic is kept with
-# its matrix. All statistics reach the host in one transfer.
+# The experts of a block count as one layer (``units``). Every matrix is measured, and the worst of each statistic is kept with
+# the number of its matrix. All statistics reach the host in one transfer.
 #
-# Every rank calls ``begin`` and ``end``. Both are collective in sampled syncs and reach the same decision on every rank.
+# Every rank calls ``begin`` and ``end``. In sampled syncs both are collective, and they decide the same on every rank.
 
 class Monitor:
     """The monitor of one model.
@@ -243,12 +209,12 @@ class Monitor:
         config: ``monitor_*`` and ``guard_sqnr`` apply.
         layers: names of the FP8 layers in model order.
         modules: the layers by name, experts by their module's name.
-        rollout: the rollout's quantization, if the trainer's layers are BF16; the monitor then measures with it.
+        rollout: the rollout's quantization, with which the monitor measures if the trainer's layers are BF16.
         gather: takes one object per rank and returns those of all ranks, in rank order.
 
     Attributes:
-        layers: the units (a layer, or the experts of a block); metrics refer to one by its index here.
-        matrices: unit -> the layers in it, as a weight sync sends them.
+        layers: the units: single layers, and the experts of a block. Metrics refer to a unit by its index here.
+        matrices: unit -> its layers, as a weight sync sends them.
     """
 
     def __init__(
@@ -262,6 +228,8 @@ class Monitor:
         self.config = config
         self.matrices = units(layers)
         self.layers = tuple(self.matrices)
+        #: matrix -> codes to keep; the matrices of a unit share ``MOST``
+        self._most = {name: max(1, MOST // len(names)) for names in self.matrices.values() for name in names}
         self._gather = gather
         self._rollout = rollout
         self._observer = Observer(modules, rollout)
@@ -282,11 +250,11 @@ class Monitor:
 
     @property
     def decides(self) -> bool:
-        """Whether ``begin`` needs to see the weights of this sync before they are sent."""
+        """Whether ``begin`` must see the weights of this sync before they are sent."""
         return self.config.guard_sqnr is not None and self.sampled(self.syncs)
 
     def begin(self) -> list[str]:
-        """Return the units to move to BF16 now, in model order and with their fused partners. Collective.
+        """The units to move to BF16 now, in model order and with their fused partners. Collective.
 
         Call it before a sync sends anything, and after ``show`` if ``decides``.
         """
@@ -310,23 +278,26 @@ class Monitor:
 
     def see_weight(self, layer: str, w_NK: Tensor, q_NK: Tensor, s_blocks: Tensor) -> None:
         """Record a layer's BF16 weight [N, K] and its quantized form; repeated calls in one sync are ignored."""
-        most = max(1, MOST // len(self.matrices[unit_of(layer)]))
         if self.sampled(self.syncs) and layer not in self._weights:
             self._weights[layer] = measure(w_NK, q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]))
-            share = self._codes.compare(layer, q_NK, most)
+            share = self._codes.compare(layer, q_NK, self._most[layer])
             if share is not None:
                 self._shares[layer] = share
         elif self.sampled(self.syncs + 1) and not self.sampled(self.syncs):
-            self._codes.keep(layer, q_NK, most)
+            self._codes.keep(layer, q_NK, self._most[layer])
 
-    def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the full weights through; if only the rollout quantizes them, measure them on the way."""
-        names = {f"{layer}.weight": layer for matrices in self.matrices.values() for layer in matrices}
-        looks = self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1))
+    def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The full weights. If only the rollout quantizes them, they are measured on their way through."""
+        if self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1)):
+            return self._measured(weights, self._rollout)
+        return weights
+
+    def _measured(self, weights: Iterable[tuple[str, Tensor]], rollout: Fp8State) -> Iterator[tuple[str, Tensor]]:
+        names = {f"{layer}.weight": layer for layer in self._most}
         for name, weight in weights:
-            if looks and name in names and self._rollout is not None:
+            if name in names:
                 w_NK = weight.detach().to(torch.bfloat16).contiguous()
-                self.see_weight(names[name], w_NK, *self._rollout.backend.quantize_weight(w_NK, self._rollout.scale_format))
+                self.see_weight(names[name], w_NK, *rollout.backend.quantize_weight(w_NK, rollout.scale_format))
             yield name, weight
 
     def end(self) -> dict[str, float]:
@@ -354,7 +325,7 @@ class Monitor:
         return metrics
 
     def take_lines(self) -> list[str]:
-        """Log lines collected since the last call, for the trainer's loop; the same on all ranks."""
+        """The log lines since the last call, the same on all ranks."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -406,17 +377,13 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def show(monitor: Monitor, weights: Iterable[tuple[str, Tensor]], quantize: Callable[[str, Tensor], Any] | None) -> None:
-    """Walk through the full weights ahead of a sync, so that ``begin`` can decide.
+    """Go through the full weights before a sync, on which ``begin`` then decides.
 
     Args:
         quantize: calls ``see_weight``; None on a rank that only takes part in the gather.
     """
-    names = {
-        f"{layer}.weight": layer
-        for unit, matrices in monitor.matrices.items()
-        if unit not in monitor.guarded
-        for layer in matrices
-    }
+    still = {unit: matrices for unit, matrices in monitor.matrices.items() if unit not in monitor.guarded}
+    names = {f"{layer}.weight": layer for matrices in still.values() for layer in matrices}
     for name, weight in weights:
         if name in names and quantize is not None:
             quantize(names[name], weight.detach().to(torch.bfloat16))

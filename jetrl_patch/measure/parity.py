@@ -1,4 +1,4 @@
-"""``jetrl parity`` as data: modes and prompts, what the rollout sampled, what the trainer scored, and what each op adds."""
+"""``jetrl parity`` as data: modes, prompts, samples of the rollout, scores of the trainer, and the share of each op."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = [
 class Sample:
     """One request: token ids of prompt and response, and the response's log-probs as the rollout returned them.
 
-    ``routes`` holds the experts chosen for every token, [tokens, layers, k] int64, except for the last token, which never enters
-    the model. It is None if the engine returned no routes. Comparing two samples ignores it.
+    ``routes`` are the experts chosen for every token but the last, which never enters the model: int64 [tokens, layers, k], or
+    None if the engine returned no routes. A comparison of samples ignores them.
     """
 
     prompt: list[int]
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples, response tokens per second if the job measures the cost, and how the engine ran its model."""
+    """Samples, response tokens per second if the job measures the cost, and how the engine executed its model."""
 
     samples: list[Sample]
     tokens_per_second: float | None = None
@@ -56,7 +56,7 @@ class Sampled:
 class Scored:
     """FP32 log-probs [tokens] of all responses, and tokens per second of a training step if the job measures the cost.
 
-    ``routes`` compares the trainer's routes with the rollout's; None if there are none.
+    ``routes`` compares the trainer's routes with the rollout's; None for a model without.
     """
 
     log_probs: Tensor
@@ -64,12 +64,12 @@ class Scored:
     routes: Routes | None = None
 
 
-# ---- How sure a mean is --------------------------------------------------------------------------
+# ---- The standard error of a mean ----------------------------------------------------------------
 
 def standard_error(difference: Tensor, samples: Sequence[Sample]) -> float | None:
     """The standard error of the mean of |Δ log-prob|, from the spread of the responses' means; None for a single response.
 
-    Tokens of one response depend on each other, responses do not. The responses are taken as equally long.
+    Tokens of one response depend on each other; responses do not. Assumes that responses are equally long.
     """
     if len(samples) < 2:
         return None
@@ -77,7 +77,7 @@ def standard_error(difference: Tensor, samples: Sequence[Sample]) -> float | Non
     return statistics.stdev(float(part.mean()) for part in parts) / math.sqrt(len(parts))
 
 
-# ---- An explained mismatch: what each op adds to it, over the depth of the model and the length of the response
+# ---- What each op adds to the mismatch, over the depth of the model and the length of the response
 
 #: what exact mode makes equal, in the order of ``jetrl parity --explain``
 OPS = ("FP8 linears", "norms", "RoPE", "activation", "router", "attention", "lm_head", "log-softmax")
@@ -128,12 +128,12 @@ Tokenize = Callable[[str], list[int]]
 def make_prompts(
     file: str | None, tokenize: Tokenize | None, *, count: int, vocabulary: int, longest: int, seed: int
 ) -> list[list[int]]:
-    """Return ``count`` prompts of 1 to ``longest`` token ids, repeating them if there are fewer.
+    """``count`` prompts of 1 to ``longest`` token ids, repeated if there are fewer.
 
     Args:
-        file: text file with one prompt per line; blank lines are skipped. In a ``.jsonl`` file each line is a JSON string, so
-            that a prompt may have line breaks.
-        tokenize: None if the model has no usable tokenizer; prompts are then random.
+        file: text file with one prompt per line; blank lines are skipped. In a ``.jsonl`` file each line is a JSON string, which
+            can have line breaks.
+        tokenize: None if the model has no usable tokenizer. Prompts are then random.
 
     Raises:
         ConfigError: the file is missing, malformed, empty or given without a tokenizer, or the tokenizer is another model's.
@@ -141,10 +141,8 @@ def make_prompts(
     texts: list[str] = list(SAMPLES)
     if file is not None:
         if tokenize is None:
-            raise ConfigError(
-                f"--prompts {file} needs a tokenizer, but none loads from the model's directory; "
-                f"add the tokenizer files or remove --prompts"
-            )
+            why = "needs a tokenizer, but none loads from the model's directory"
+            raise ConfigError(f"--prompts {file} {why}; add the tokenizer files or remove --prompts")
         try:
             texts = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
         except OSError as error:
@@ -196,7 +194,7 @@ class Stock:
     environment: tuple[tuple[str, str], ...] = ()
 
     def config(self) -> Config:
-        """Settings with this dtype, to describe the measurement. They are never enabled."""
+        """Settings with this dtype, which describe the measurement and are never enabled."""
         precision = next(name for name, mode in MODES.items() if mode.dtype == self.dtype and not mode.quantizes)
         return Config(precision=precision).resolved()  # type: ignore[arg-type]
 
@@ -210,7 +208,7 @@ STOCK: dict[str, Stock] = {
 
 
 def chosen(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The setups that ``--stock`` selects: none without the option, all without a name. Raises ConfigError if unknown."""
+    """The setups that ``--stock`` selects: none without the option, all without a name. Raises ConfigError for an unknown one."""
     if names is None:
         return ()
     for name in names:
@@ -222,7 +220,7 @@ def chosen(names: Sequence[str] | None) -> tuple[str, ...]:
 
 # ---- Choose the modes to compare, and check the model before anything is loaded ------------------
 
-#: compared by default: from no FP8 to FP8 on both sides
+#: compared by default, from no FP8 to FP8 on both sides
 BY_DEFAULT = ("bf16", "fp8-rollout", "fp8-unified")
 UNIFIED = SETTINGS["precision"].default
 
@@ -265,7 +263,7 @@ class Job:
 
     @property
     def ep(self) -> int:
-        """Expert parallel size of the rollout: vLLM's ranks either split every expert or hold whole ones."""
+        """Expert parallel size of the rollout. vLLM's ranks either split every expert or hold whole ones."""
         return self.tp if dict(self.engine).get("enable_expert_parallel") else 1
 
     @property
@@ -285,10 +283,10 @@ class Job:
 
 
 def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:
-    """The modes that the command line selects, or the default ones if it names none.
+    """The modes that the command line selects, or the default ones.
 
-    ``aligns`` apply to fp8-unified, and select it if no precision is named. ``granularity`` applies to the modes that
-    support more than one. Raises ConfigError for unknown or contradictory values.
+    ``aligns`` apply to fp8-unified, and select it if no precision is named. ``granularity`` applies to the modes that support
+    more than one. Raises ConfigError for unknown or contradictory values.
     """
     if not precisions and not aligns:
         precisions, aligns = [*BY_DEFAULT], ["linear", "exact"]
@@ -304,7 +302,7 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
         choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
         for align in choices:
             scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
-            # the same fixes in every row, so that rows differ only by their modes
+            # with the same fixes in every row, rows differ only by their modes
             wanted = Config(precision=precision, align=align, upstream_fixes=True, **scales, **common)  # type: ignore[arg-type]
             configs.append(wanted.resolved())
     return configs

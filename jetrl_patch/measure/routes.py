@@ -1,7 +1,7 @@
-"""Routes of a mixture of experts: which experts each token goes to. Compare them, record them, and replay the rollout's.
+"""Routes of a mixture of experts, compared, recorded, and replayed from the rollout.
 
-A route is the set of experts that one block chooses for one token; their order does not count. Log-probs show that both sides are
-equal. Routes show how close a difference came to changing a choice.
+A route is the set of experts that one block chooses for one token, in any order. Log-probs show whether both sides are equal;
+routes show whether a difference changed a choice.
 
 Shape legend: T tokens with routes, N tokens of the pass, L layers of the model (dense blocks included), E experts, k experts per
 token.
@@ -93,8 +93,8 @@ class Recorder:
 #     ids_Tk = the rollout's      w_e = p_e / Σ(chosen p), or as the family defines it, with p from the trainer's logits
 #
 # The gradient flows through the gathered weights, so the router learns about the experts that were used. The logits do not
-# change, so a load-balancing loss sees the trainer's own. Where both sides chose the same set of experts, the token keeps the
-# trainer's order, and so the bits of a pass without replay. So does a token without routes.
+# change, so a load-balancing loss sees the trainer's own. A token for which both sides chose the same set of experts, and a token
+# without routes, keeps the trainer's order, and with it the bits of a pass without replay.
 
 #: families with sigmoid scores add it to the sum of the chosen scores, which may be zero
 _TINY = 1e-20
@@ -121,7 +121,7 @@ class Replay:
                 module.register_forward_hook(partial(self._route, layer_number(name)))
 
     def follow(self, experts_TLk: Tensor, rows: Tensor) -> None:
-        """Replay these routes until the next call, and so also when backward recomputes the forward pass.
+        """Replay these routes until the next call, also while the backward pass recomputes the forward pass.
 
         Args:
             experts_TLk: the rollout's experts, any integer dtype.
@@ -134,7 +134,7 @@ class Replay:
         self.own, self._given = {}, None
 
     def _ids(self, layer: int, own_Nk: Tensor) -> Tensor:
-        """The experts to use. Where the rollout names an expert twice, its row is invalid and the trainer's choice stays."""
+        """The experts to use. A row in which the rollout names an expert twice is invalid, and keeps the trainer's choice."""
         assert self._given is not None
         experts_TLk, rows = self._given
         self.own[layer] = own_Nk.detach()

@@ -1,4 +1,4 @@
-"""Quantization statistics of one tensor, the share of codes that a step leaves unchanged, and the hooks that measure a step."""
+"""Quantization statistics of tensors, the share of codes that a step leaves unchanged, and the hooks that measure a step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
 
 
 # ---- Share of a weight's FP8 codes that an optimizer step leaves unchanged -----------------------
-# An update much smaller than the spacing of the codes is invisible to the rollout (QuRL's weight-update problem, arXiv
-# 2602.13953). Two weight syncs are compared on a fixed sample of the codes, which saves a second copy of the weights.
+# The rollout does not see an update much smaller than the spacing of the codes (QuRL's weight-update problem, arXiv 2602.13953).
+# Two weight syncs are compared on a fixed sample of the codes, without a second copy of the weights.
 
 MOST = 1 << 16  # codes kept per layer; the experts of a block count as one layer
 
@@ -32,7 +32,7 @@ MOST = 1 << 16  # codes kept per layer; the experts of a block count as one laye
 def sample(q_NK: Tensor, most: int = MOST) -> Tensor:
     """About ``most`` bytes of ``q`` [N, K] at fixed, evenly spaced positions; every byte of a small tensor."""
     flat = q_NK.detach().contiguous().view(torch.uint8).flatten()
-    step = flat.numel() // most | 1  # odd, so that the sample visits every column of a weight of even width
+    step = flat.numel() // most | 1  # odd: the sample visits every column of a weight of even width
     return flat[::step].clone()
 
 
@@ -43,7 +43,7 @@ class Codes:
         self._last: dict[str, Tensor] = {}
 
     def compare(self, layer: str, q_NK: Tensor, most: int = MOST) -> Tensor | None:
-        """Share of codes unchanged since the last ``compare`` or ``keep``, FP64; None if there was none."""
+        """Share of codes unchanged since the last ``compare`` or ``keep``, FP64; None the first time."""
         last, now = self._last.get(layer), sample(q_NK, most)
         self._last[layer] = now
         return None if last is None else (last.to(now.device) == now).double().mean()
@@ -63,15 +63,15 @@ class Codes:
 #     sqnr       = 10 log10( Σ x² / Σ e² )                        over the whole tensor
 #     slice_sqnr = -10 log10( mean over slices of Σ e² / Σ x² )   over rows and over columns; the lower of the two
 #
-# A few outliers carry nearly all of a tensor's power and quantize well, so ``sqnr`` stays near 31 dB while their neighbours
-# in the same block are lost. ``slice_sqnr`` gives every row (column) equal weight, and drops.
-# NaN and Inf are counted; the sums skip them and the groups they turn into NaN.
+# A few outliers carry nearly all of a tensor's power and quantize well, so ``sqnr`` stays near 31 dB while their neighbors in the
+# same block are lost. ``slice_sqnr`` gives every row (column) equal weight, and drops. NaN and Inf are counted; the sums skip
+# them and the groups that they turn into NaN.
 #
-# The experts of a block count as one layer. Each of its statistics is the worst over the experts' matrices, together with the
-# number of that matrix.
+# The experts of a block count as one layer. Each of its statistics is the worst over the experts' matrices, with that matrix's
+# number.
 
 Reduce = Callable[[Sequence[float]], float]
-#: reported for a tensor that FP8 represents exactly; an infinity would break a chart's axis
+#: dB of a tensor that FP8 represents exactly; infinity would break a chart's axis
 MOST_DB = 200.0
 _CHUNK = 1 << 20  # values per pass, which bounds the extra memory (four times as many on a GPU)
 _BEYOND = FP8_MAX * (1 + 2.0**-10)  # amax / 448 is rounded, so the largest value may exceed 448 scales by an ulp
@@ -90,7 +90,7 @@ class Figures:
             for gradients, whose rows differ in magnitude by nature.
         scale_min, scale_max: over nonempty groups; NaN if there are none.
         nonfinite: number of NaN and Inf values.
-        at: for the experts of a block: statistic -> number of the matrix that has the worst value (``matrix_name``).
+        at: for the experts of a block: statistic -> number of the matrix with the worst value (``matrix_name``).
     """
 
     amax: float
@@ -159,7 +159,7 @@ def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True) -> Te
 def measure_each(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, expert_M: Tensor, experts: int, slices: bool = True) -> Tensor:
     """``measure`` for each expert's rows, FP64 [E, 8], without moving rows or synchronizing with the host.
 
-    An expert without rows gets what ``measure`` returns for an empty tensor: zeros and NaN.
+    An expert without rows gets zeros and NaN, as ``measure`` returns for an empty tensor.
 
     Args:
         x_MK, q_MK, s_MG, slices: as for ``measure``.
@@ -209,7 +209,7 @@ def worst_of(rows_S8: Tensor, numbers: Sequence[int] | Tensor) -> Tensor:
 
 
 def worst(found: Sequence[Figures]) -> Figures:
-    """The worst value of each statistic over ranks; NaN only where every rank has NaN."""
+    """The worst of each statistic over ranks; NaN only if every rank has NaN."""
     values, at = dict.fromkeys(FIELDS, math.nan), dict[str, int]()
     for name, pick in zip(FIELDS, _PICK, strict=True):
         known = {value: figures.at for figures in found if not math.isnan(value := getattr(figures, name))}
@@ -282,11 +282,11 @@ def _row_scales(s_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- Statistics of the FP8 layers' activations and output gradients, from hooks that last one sampled step
-# A hook measures its layer's first forward that autograd records, on at most ``MOST_ROWS`` tokens, then removes itself. It does
+# A hook measures its layer's first forward that autograd records, on at most ``MOST_ROWS`` tokens, and removes itself. It does
 # not change the layer's results.
 #
-# Experts count as one layer. A callback inside them (``Experts.watch``) sees the operands of their GEMMs, on at most
-# ``MOST_ROWS`` pairs of token and expert. If only the rollout is FP8, the trainer's experts are Hugging Face's, and a hook sees
+# Experts count as one layer. A callback inside them (``Experts.watch``) gets the operands of their GEMMs, for at most
+# ``MOST_ROWS`` pairs of token and expert. If only the rollout is FP8, the trainer's experts are Hugging Face's, and a hook gets
 # their tokens.
 
 MOST_ROWS = 4096
@@ -297,7 +297,7 @@ class Observer:
 
     Args:
         modules: layers by name, experts by their module's name. Without ``rollout``, layers outside FP8 are skipped.
-        rollout: the rollout's quantization, if the trainer's layers are BF16; then only activations are measured.
+        rollout: the rollout's quantization, if the trainer's layers are BF16. Then only activations are measured.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], rollout: Fp8State | None = None) -> None:
@@ -322,7 +322,7 @@ class Observer:
         self._figures, self._of_experts = {}, {}
 
     def arm(self, names: Iterable[str]) -> None:
-        """Clear the statistics and wait for the next forward of these layers."""
+        """Forget the statistics and wait for the next forward of these layers."""
         self.disarm()
         self.clear()
         for name in names:
@@ -383,7 +383,7 @@ class Observer:
 @torch.no_grad()
 def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
     x_MK = x.detach().reshape(-1, x.shape[-1])
-    if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so rows can be dropped
+    if x_MK.shape[0] > MOST_ROWS:  # a group never spans rows, so rows can be dropped
         x_MK = x_MK[_some(x_MK.shape[0], x.device)]
     x_MK = x_MK.to(torch.bfloat16).contiguous()
     x = state.backend.quantize_activation(x_MK, state.scale_format)

@@ -1,1 +1,1 @@
-"""The patch engine: journal, import hooks, version guards. It imports neither torch nor a framework."""
+"""The patch engine: journal, patches, import hooks, version guards. It imports neither torch nor a framework."""

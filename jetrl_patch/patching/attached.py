@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Attached(Generic[T]):
-    """One kind of such values.
+    """An attribute for such values.
 
-    Prefer an argument, a subclass or a table of your own. Use this where the framework owns both the object and every call
-    between the place that knows the value and the place that needs it.
+    Prefer an argument, a subclass or a table of your own. Use this if the framework owns the object and every call between the
+    code that knows the value and the code that needs it.
 
     Args:
         name: of the attribute.

@@ -1,7 +1,7 @@
 """The undo journal: every write to foreign code goes through it and is undone in reverse order.
 
-The journal stores the raw ``__dict__`` entry (the ``staticmethod`` object, not the function it yields), or NOTSET if the
-owner only inherits the name. Undo then deletes the attribute, so that inheritance works again.
+The journal stores the raw ``__dict__`` entry (the ``staticmethod`` object, not its function), or NOTSET if the owner inherits the
+name. Undo then deletes the attribute, and the inherited one is visible again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTSET: Final = _NotSet()
 
 @dataclass(frozen=True)
 class Record:
-    """One change: its dotted target, the reason for it, and the upstream change that makes it obsolete."""
+    """One change: its dotted target, its reason, and the upstream change that makes it obsolete."""
 
     target: str
     reason: str = ""
@@ -89,9 +89,7 @@ class Journal:
         with self._lock:
             return tuple(entry.record for entry in self._entries)
 
-    def set_attr(
-        self, owner: object, name: str, value: object, *, target: str, reason: str = "", remove_when: str = ""
-    ) -> None:
+    def set_attr(self, owner: object, name: str, value: object, *, target: str, reason: str = "", remove_when: str = "") -> None:
         """Set ``owner.name`` to ``value`` as it is; to replace a staticmethod, pass a staticmethod.
 
         ``target`` is the dotted name for messages. Raises PatchError if the owner does not keep the attribute.
@@ -130,7 +128,7 @@ class Journal:
             self._entries.append(_Entry(Record(target, reason, remove_when), undo=undo))
 
     def conflicts(self) -> list[str]:
-        """The journal's changes that other code has overwritten or removed, each with what was found."""
+        """The changes that other code has overwritten or removed, each with what was found."""
         with self._lock:
             found: list[str] = []
             newest: list[_Slot] = []  # of two changes to one place only the last counts
@@ -147,9 +145,9 @@ class Journal:
     def rollback(self, *, force: bool = False) -> None:
         """Undo all changes, newest first. Each place gets back the identical object that it held before.
 
-        If other code has changed one of the places since, restoring it would lose that change, and leaving it could keep
-        this one inside it. So nothing is undone, and the caller can call again once the other change is removed. With
-        ``force=True`` (after a failed set-up, which must not stay) the rest is undone and those places are left alone.
+        If other code has changed one of the places since, restoring it would lose that change, and leaving it could keep this one
+        inside it. Then nothing is undone, and the caller can call again once the other change is removed. With ``force=True``,
+        after a failed set-up, everything else is undone and those places are left alone.
 
         Raises:
             ConflictError: other code has changed some of the places; the message names them.

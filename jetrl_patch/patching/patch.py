@@ -34,16 +34,16 @@ class Patch:
     Attributes:
         module: dotted name of the module that holds the target. The patch does not import it.
         attr: path inside the module: ``"function"``, ``"Class.method"``.
-        make: original -> replacement. For a staticmethod or classmethod both are the plain function, which is wrapped
-            again afterwards. A property is passed as a property.
+        make: original -> replacement. For a staticmethod or classmethod both are plain functions; the result is wrapped again. A
+            property is passed as a property.
         reason: what goes wrong without the patch, and what the patch does not cover.
         remove_when: the upstream change that makes the patch obsolete, with the release that has it, if one has.
         upstream: a link to the upstream report or change, if there is one. A fix without one says ``NO_REPORT``.
-        fixes: the project whose bug the patch fixes. Such patches can be turned off (``Config.upstream_fixes``), and
-            ``status()`` lists them apart. Empty for the plugin's own patches.
-        needed_by: the runs that do not start, or never finish a step, without the fix. It is then never turned off.
-        when: the settings (a ``Config``) under which the replacement runs; None for all of them.
-        always: why the replacement must also run in a process that is not patched. Empty, as for most: the original runs there.
+        fixes: the project whose bug the patch fixes; empty for the plugin's own patches. ``status()`` lists fixes separately, and
+            ``Config.upstream_fixes`` turns them off.
+        needed_by: the runs that do not start, or never finish a step, without the fix. Such a fix is never turned off.
+        when: whether the replacement runs with these settings (a ``Config``); None if it always does.
+        always: why the replacement must also run in an unpatched process; empty if the original runs there.
     """
 
     module: str
@@ -125,13 +125,11 @@ def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:
     return owner, name, original
 
 
-def apply_patch(
-    patch: Patch, module: types.ModuleType, journal: Journal, runs: Callable[[], bool] | None = None
-) -> None:
+def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal, runs: Callable[[], bool] | None = None) -> None:
     """Replace the target with what ``patch.make`` returns for it.
 
     Args:
-        runs: asked at each call of a replaced function whether the replacement runs. None: it always does.
+        runs: called with each call of a replaced function; if it returns false, the original runs. None: it never does.
 
     Raises PatchError with the target's name.
     """
@@ -154,9 +152,9 @@ def apply_patch(
 
 
 def gated(replacement: Callable[..., Any], original: Callable[..., Any], runs: Callable[[], bool]) -> Callable[..., Any]:
-    """A function that calls ``replacement`` while ``runs()`` is true, else ``original``. It looks like ``replacement``.
+    """A function that calls ``replacement`` if ``runs()`` is true, else ``original``. It looks like ``replacement``.
 
-    The question is asked at each call; for a coroutine function, when the coroutine is awaited.
+    ``runs`` is evaluated at each call; for a coroutine function, when the coroutine is awaited.
     """
     if inspect.iscoroutinefunction(replacement):
 
@@ -192,9 +190,9 @@ def _get(owner: Any, name: str, done: str) -> Any:
 
 
 # ---- Hooks on the import of a module, which can be cancelled -------------------------------------
-# ``wrapt`` runs a hook right after the import of its module and fails the import if the hook fails, but it cannot unregister a
-# hook. So wrapt gets one dispatcher per module, and the hooks are kept in a table here. Not covered: a module that is removed
-# from ``sys.modules`` and imported again; the new module has no hooks.
+# ``wrapt`` runs a hook right after the import of its module, and fails the import if the hook fails, but it cannot unregister a
+# hook. Here wrapt gets one dispatcher per module, and a table holds the hooks. Not covered: a module that is removed from
+# ``sys.modules`` and imported again has no hooks.
 
 Callback = Callable[[ModuleType], None]
 
@@ -204,7 +202,7 @@ _armed: set[str] = set()
 
 
 class ImportHook:
-    """A callback that waits for the import of a module. ``fired``: it was called. ``cancelled``: it never will be."""
+    """A callback that waits for the import of a module."""
 
     def __init__(self, module: str, callback: Callback) -> None:
         self.module = module
@@ -231,8 +229,7 @@ def watch(module: str, callback: Callback) -> ImportHook:
     """Call ``callback(module)`` once: now if the module is imported, else right after its import.
 
     Hooks of a module run in the order of registration. An error in a hook propagates from this call, or fails the
-    ``import`` statement that ran the hook. Raises PatchError if the module is in the middle of its own import, when its
-    attributes are not final.
+    ``import`` statement that ran the hook. Raises PatchError if the module is still being imported: its attributes are not final.
     """
     hook = ImportHook(module, callback)
     loaded = _finished_module(module)
@@ -244,7 +241,7 @@ def watch(module: str, callback: Callback) -> ImportHook:
         arm = module not in _armed
         _armed.add(module)
     if arm:
-        import wrapt  # here, so that a program which runs unpatched finds the modules that Python alone would load
+        import wrapt  # not at the top: an unpatched program must load only what it would load anyway
 
         # if another thread has finished the import in the meantime, wrapt calls the dispatcher at once
         wrapt.register_post_import_hook(_dispatch, module)

@@ -17,15 +17,15 @@ __all__ = ["Base", "NamedTensor", "Received", "Sent", "SyncStats", "apply", "enc
 
 
 # ---- The bytes of a tensor that differ from an earlier version of it, packed into one uint8 tensor
-# The bytes are taken in chunks of 16 MiB, so that finding the positions takes little memory. Each chunk is one record:
+# Bytes are compared in chunks of 16 MiB, which bounds the memory for positions. Each chunk is one record:
 #
 #     head (four int32: changes, symbols, width, 0) · symbols · the new bytes · padding to a multiple of 16
 #
-# Positions are written as gaps: the first position, then the distance of each one from the one before it. A gap is a symbol of
-# one or two bytes, whichever makes the record smaller. The largest symbol means "add this value, no change here", and precedes a
-# gap that is too large for one symbol. One changed byte in a hundred costs two bytes, and one in ten thousand costs three.
+# Positions are written as gaps: the first position, then the distance of each one from its predecessor. A gap is a symbol of one
+# or two bytes, whichever makes the record smaller. The largest symbol means "add this value, no change here" and comes before a
+# gap that is too large for one symbol. One changed byte in a hundred costs two bytes; one in ten thousand costs three.
 #
-# The unit is a byte whatever the dtype: an update of a BF16 weight mostly changes the lower of its two.
+# The unit is a byte for every dtype: an update of a BF16 weight mostly changes the lower of its two.
 
 _CHUNK = 1 << 24  # bytes of the tensor in one record
 _HEAD = 16  # bytes
@@ -37,7 +37,7 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor | None, i
     """Pack what changed from ``old`` to ``new``, two tensors of one dtype and shape, ``new`` contiguous and on any device.
 
     Returns:
-        The record, uint8 ``[n]`` on the device of ``new``, or None if the tensor itself is not larger; and the number of bytes
+        The record, uint8 ``[n]`` on the device of ``new``, or None if it is not smaller than the tensor; and the number of bytes
         that changed.
     """
     before, after = _bytes(old), _bytes(new)
@@ -59,7 +59,7 @@ def apply(base: torch.Tensor, packed: torch.Tensor) -> None:
     Raises SyncError if the record does not fit the tensor; ``base`` may then be half written.
     """
     target = _bytes(base)
-    record = torch.empty(packed.numel(), dtype=torch.uint8).copy_(packed)  # aligned, wherever it lay in its bucket
+    record = torch.empty(packed.numel(), dtype=torch.uint8).copy_(packed)  # aligned, unlike in its bucket
     place = 0
     for first, last in _chunks(target):
         place = _write(target[first:last], record, place)
@@ -89,7 +89,7 @@ def _record(at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _write(target: torch.Tensor, record: torch.Tensor, place: int) -> int:
-    """Write the record that begins at ``place`` into a chunk. Returns where the next one begins."""
+    """Write the record at ``place`` into a chunk. Returns the place of the next one."""
     _require(place + _HEAD <= len(record), "a head is missing")
     changes, count, width, _ = record[place : place + _HEAD].view(torch.int32).tolist()
     _require(width in _FILLER and 0 <= changes <= min(count, len(target)), "a head is invalid")
@@ -111,21 +111,19 @@ def _require(fits: bool, why: str) -> None:
         raise SyncError(f"the changes of a weight are malformed: {why}. Sync again.")
 
 
-# ---- What the last sync sent, kept on both sides so that the next one can send changes only (``sync="delta"``)
+# ---- What the last sync sent, kept on both sides; the next one sends only changes (``sync="delta"``)
 #     sender                                            receiver
 #     the engine's identity == mine?  ◀── identity ───  of its last complete sync, "" if there is none
 #     manifest (identity of the base) ───────────────▶  refuses another base
 #     per tensor: changes, or itself  ───────────────▶  base + changes = the tensor, which is loaded and checked as ever
 #
-# The identity of a sync is a hash over the digests of all its tensors, so equal identities mean equal bytes. When a sync begins,
-# both sides drop the identity, and they set the new one only at its end. An engine that has restarted, missed a sync or failed in
-# one therefore reports another identity, and gets everything.
-#
-# Each side keeps whole tensors, as they are sent, in CPU memory.
+# The identity of a sync is a hash over the digests of all its tensors, so equal identities mean equal bytes. Both sides drop the
+# identity when a sync begins, and set the new one at its end. An engine that has restarted, missed a sync or failed in one
+# therefore reports another identity, and gets everything. Each side keeps whole tensors, as they are sent, in CPU memory.
 
 NamedTensor = tuple[str, torch.Tensor]
 
-#: in front of the name of a tensor of which only the changes are sent
+#: before the name of a tensor of which only the changes are sent
 PREFIX = "jetrl.delta."
 
 
@@ -164,7 +162,7 @@ class Base:
     def __init__(self) -> None:
         self.identity = ""
         self._tensors: dict[str, torch.Tensor] = {}
-        self._against = ""  # identity of the sync that this one builds on; empty if it sends everything
+        self._against = ""  # identity of this sync's base; empty if it sends everything
 
     def seal(self, digests: Mapping[str, int]) -> None:
         """End a sync with the digests of all its tensors. Tensors of earlier syncs are dropped."""
@@ -187,7 +185,7 @@ class Sent(Base):
         self._held = ""
 
     def offer(self, held: str) -> None:
-        """Say what every receiver of the next sync reports as its identity; empty if they differ."""
+        """Set the identity that every receiver of the next sync reports; empty if they differ."""
         self._held = held
 
     def begin(self) -> str:
@@ -197,7 +195,7 @@ class Sent(Base):
         return self._against
 
     def pack(self, name: str, tensor: torch.Tensor, stats: SyncStats) -> NamedTensor:
-        """Return what to send for a contiguous tensor: its changes, or the tensor where that is smaller."""
+        """What to send for a contiguous tensor: its changes, or the tensor if that is smaller."""
         kept = self._tensors.get(name) if self._against else None
         changes, changed = None, tensor.nbytes
         if kept is not None and _alike(kept, tensor):
@@ -213,20 +211,15 @@ class Received(Base):
     """The receiver's base."""
 
     def begin(self, base: str) -> None:
-        """Begin a sync over ``base``, the manifest's. Raises SyncError if this is another one."""
+        """Begin a sync over the manifest's base. Raises SyncError if it is another one than this."""
         if base and base != self.identity:
-            raise SyncError(
-                explain(
-                    "the base of a delta sync",
-                    required=base,
-                    found=self.identity or "none in this engine, which restarted or failed in a sync",
-                    fix="sync again: everything is sent then",
-                )
-            )
+            found = self.identity or "none in this engine, which restarted or failed in a sync"
+            fix = "sync again: everything is sent then"
+            raise SyncError(explain("the base of a delta sync", required=base, found=found, fix=fix))
         self._against, self.identity = base, ""
 
     def whole(self, name: str, tensor: torch.Tensor) -> NamedTensor:
-        """Return the tensor that arrived, or that its changes make. Raises SyncError if they fit nothing that is kept."""
+        """The tensor that arrived, or that results from its changes. Raises SyncError if they do not fit what is kept."""
         if not name.startswith(PREFIX):
             self._keep(name, tensor)
             return name, tensor
@@ -239,10 +232,10 @@ class Received(Base):
 
 
 def held_by(engines: Iterable[Iterable[Mapping[str, Any]]]) -> str:
-    """Return the identity of the weights that all workers of all engines keep; empty if they differ.
+    """The identity of the weights that all workers of all engines keep; empty if they differ.
 
     Args:
-        engines: what each worker of each engine answered, its identity under ``"held"``.
+        engines: the answer of each worker of each engine, with the identity under ``"held"``.
     """
     held = {worker["held"] for workers in engines for worker in workers}
     return held.pop() if len(held) == 1 else ""

@@ -1,18 +1,17 @@
-"""A digest of a weight that is additive over the pieces another process holds.
+"""A digest of a weight, additive over the pieces that another process holds.
 
-A trainer holds ``q_proj.weight``; the rollout engine holds the same bytes as a slice of a fused, tensor-parallel
-parameter. To compare the two without moving bytes, the digest is a *sum*:
+A trainer holds ``q_proj.weight``. The rollout engine holds the same bytes as a slice of a fused, tensor-parallel parameter. To
+compare the two without moving bytes, the digest is a *sum*:
 
     digest(T) = Σ_rc  row(r) · col(c) · (byte[r, c] + 1)      (mod 2**64)
 
-where ``r`` is the row and ``c`` the byte column *in the whole tensor*. The digests of any rectangles that tile the
-tensor add up to the digest of the whole. A byte that is wrong, missing, duplicated or misplaced changes the sum.
-``row`` and ``col`` are odd 64-bit hashes (splitmix64), so a single wrong byte always changes it.
+where ``r`` is the row and ``c`` the byte column *in the whole tensor*. The digests of rectangles that tile the tensor add up to
+the digest of the whole. A byte that is wrong, missing, duplicated or misplaced changes the sum. ``row`` and ``col`` are odd
+64-bit hashes (splitmix64), so a single wrong byte always changes it. The digest guards against mistakes, not against an
+adversary.
 
-The digest guards against mistakes, not against an adversary.
-
-``start`` reads a tensor once: on the CPU with a C kernel, on CUDA with a Triton kernel, elsewhere with torch. On a device the
-result stays there; ``read`` fetches those of many tensors in one transfer. All three give the same value. They also tell
+``start`` reads a tensor once: on the CPU with a C kernel, on CUDA with a Triton kernel, elsewhere with torch, all with the same
+result. On a device the result stays there, and ``read`` fetches those of many tensors in one transfer. The result also tells
 whether a BF16 or FP32 tensor holds NaN or Inf.
 """
 
@@ -50,21 +49,16 @@ class Rect(NamedTuple):
     col1: int
     digest: int
 
-    @property
-    def area(self) -> int:
-        """Number of elements."""
-        return (self.row1 - self.row0) * (self.col1 - self.col0)
-
 
 def as_2d(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as the matrix to digest: a vector is one row, higher ranks keep dim 0 as rows."""
+    """A tensor as the matrix to digest: a vector is one row, higher ranks keep dim 0 as rows."""
     if tensor.dim() <= 1:
         return tensor.reshape(1, -1)
     return tensor.flatten(1)
 
 
 def digest(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> int:
-    """Return the digest of a tensor, or of a rectangle of a larger one.
+    """The digest of a tensor, or of a rectangle of a larger one.
 
     Args:
         tensor: any dtype, any rank (see ``as_2d``), contiguous or not.
@@ -84,7 +78,7 @@ def start(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> Pending:
         return 0, False
     if matrix.stride(1) != 1 and matrix.shape[1] > 1:
         matrix = matrix.contiguous()
-    if not is_traceable_wrapper_subclass(matrix):  # a wrapper has no memory of its own
+    if not is_traceable_wrapper_subclass(matrix):  # a wrapper has no memory
         matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
         if matrix.device.type == "cpu" and _native():
             return ops.digest(matrix, row0, col0)
@@ -97,7 +91,7 @@ def start(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> Pending:
 
 
 def read(started: Sequence[Pending]) -> list[tuple[int, bool]]:
-    """Return ``(digest, whether a BF16 or FP32 tensor holds NaN or Inf)`` of each. Waits at most once per device."""
+    """``(digest, whether a BF16 or FP32 tensor holds NaN or Inf)`` of each. Waits at most once per device."""
     done: dict[int, tuple[int, bool]] = {i: found for i, found in enumerate(started) if isinstance(found, tuple)}
     by_device: dict[torch.device, list[int]] = {}
     for i, found in enumerate(started):
@@ -134,7 +128,7 @@ def add(*digests: int) -> int:
 
 
 class Pieces:
-    """The rectangles that a process holds, and checks on them: collected on the device, read once."""
+    """The rectangles that a process holds and checks on them, collected on the device and read once."""
 
     def __init__(self) -> None:
         self._places: list[tuple[str, int, int, int, int]] = []
@@ -151,7 +145,7 @@ class Pieces:
         self._wrong.append((wrong, why))
 
     def read(self) -> list[Rect]:
-        """Return the rectangles in the order in which they were added."""
+        """The rectangles, in the order in which they were added."""
         if self._wrong:
             found = torch.stack([wrong for wrong, _ in self._wrong]).tolist()
             for wrong, (_, why) in zip(found, self._wrong, strict=True):
@@ -171,7 +165,7 @@ def _triton() -> bool:
 
 
 def _odd_hash(index: torch.Tensor, salt: int) -> torch.Tensor:
-    """Return splitmix64 of int64 positions, forced odd. int64 arithmetic wraps around."""
+    """splitmix64 of int64 positions, forced odd. int64 arithmetic wraps around."""
     z = index.to(torch.int64) + _signed(0x9E3779B97F4A7C15 * salt)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
@@ -184,6 +178,6 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits."""
+    """The int64 with the same 64 bits."""
     value &= _MASK
     return value - (1 << 64) if value >= 1 << 63 else value

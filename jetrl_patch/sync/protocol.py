@@ -6,7 +6,7 @@ Both are JSON in a uint8 tensor and travel as ordinary ``(name, tensor)`` pairs 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ COMMIT = "jetrl.commit"
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
 PROTOCOL = 2
 MOST_BYTES = 64 << 20  # of a message; a model with 100,000 tensors needs a fifth of it
-#: bytes, enough for every dtype; transfers that do not align what they pack read the tensors behind it at their own offsets
+#: in bytes, enough for every dtype. Some transfers pack without aligning, so a message that ends aligned keeps the next tensor so
 ALIGNMENT = 16
 _SAME = "install the same version of jetrl_patch in the trainer and in the rollout"
 
@@ -40,9 +40,9 @@ class Terms:
         scale_format: ``Config.scale_format``.
         backend: name of the FP8 GEMM backend; empty unless the trainer computes in FP8.
         granularity: of the weight scales: "block" (128x128) or "channel" (one per output channel).
-        experts: how the rollout's ranks split experts, by which both sides group sums; empty if the ranks do not, or outside of
-            exact mode, where no sum is grouped.
-        attention: what computes exact attention; empty if the backend's own kernel does.
+        experts: how the rollout's ranks split experts, because both sides group sums by it. Empty if experts are not split, and
+            outside exact mode, where sums are not grouped.
+        attention: the kernel of exact attention; empty for the backend's own.
     """
 
     precision: str
@@ -55,11 +55,7 @@ class Terms:
 
     @classmethod
     def of(cls, config: Config, backend: str, experts: ExpertSplit = WHOLE, attention: str = "") -> Terms:
-        """Return the terms of one side: ``backend`` and ``attention`` are those it has chosen, ``experts`` how it splits them.
-
-        The backend is omitted if the trainer runs no FP8 GEMM, and the split outside of exact mode: the two sides then have
-        nothing of the kind to agree on.
-        """
+        """The terms of one side, from its settings and what it has chosen: backend, split of experts, kernel of attention."""
         return cls(
             precision=config.precision,
             align=config.resolved_align,
@@ -74,25 +70,30 @@ class Terms:
     def format(self) -> RolloutFormat | None:
         """Format of the quantized linears. None if there are none, or if this version does not know the precision."""
         mode = MODES.get(self.precision)
-        return None if mode is None else mode.format(self.granularity)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the trainer sends quantized bytes and scales. If not, it sends BF16, which the rollout quantizes."""
-        return self.format is not None and self.format.is_sent
+        return next((found for found in mode.formats if found.granularity == self.granularity), None) if mode else None
 
     @property
     def weight_dtype(self) -> str:
         """Dtype in which the weights of quantized layers are sent."""
         return "bfloat16" if self.format is None else self.format.sent
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the trainer sends quantized bytes and scales. If not, it sends BF16, which the rollout quantizes."""
+        return self.format is not None and self.format.sent == self.format.dtype
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the scales sent with a weight ``[N, K]``."""
+        n, k = shape
+        return (n, 1) if self.granularity == "channel" else (-(-n // 128), -(-k // 128))
+
 
 _TERMS = tuple(field.name for field in fields(Terms))
-#: terms that a manifest holds only if they are not empty -> what they are, what an empty one means, and what to do if they differ
+#: terms that a manifest omits if they are empty -> what they are, what an empty one means, and what to do if they differ
 _OPTIONAL = {
     "experts": (
         "experts, whose sums trainer and rollout group alike", "no split",
-        "give the trainer the rollout's own tensor and expert parallel sizes",
+        "give the trainer the rollout's tensor and expert parallel sizes",
     ),
     "attention": (
         "exact attention", "the attention of the backend",
@@ -126,7 +127,7 @@ class Manifest:
             {
                 "version": PROTOCOL,
                 **{key: value for key, value in asdict(self.terms).items() if value or key not in _OPTIONAL},
-                "fp8_layers": list(self.layers),  # the key of protocol 2, which other versions read
+                "fp8_layers": list(self.layers),  # the key that other versions of protocol 2 read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
                 **({"base": self.base} if self.base else {}),
@@ -138,14 +139,7 @@ class Manifest:
         """Invert ``encode``. Raises SyncError for anything else."""
         data = decode_json(tensor, MANIFEST)
         if data.get("version") != PROTOCOL:
-            raise SyncError(
-                explain(
-                    "weight sync protocol",
-                    required=PROTOCOL,
-                    found=repr(data.get("version")),
-                    fix=_SAME,
-                )
-            )
+            raise SyncError(explain("weight sync protocol", required=PROTOCOL, found=repr(data.get("version")), fix=_SAME))
         try:
             terms = Terms(**{key: str(data[key]) for key in _TERMS if key in data or key not in _OPTIONAL})
             tensors = {str(n): (_shape(shape), str(t)) for n, shape, t in data["tensors"]}
@@ -162,13 +156,11 @@ class Manifest:
             raise SyncError(f"the manifest of the weight sync is malformed: {type(error).__name__}: {error}") from error
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return name -> (shape, dtype) of every tensor that must arrive, scales included."""
+        """Name -> (shape, dtype) of every tensor that must arrive, scales included."""
         everything = dict(self.tensors)
-        form = self.terms.format
-        if form is not None and form.is_sent:
+        if self.terms.quantized:
             for name in weights_of(self.layers):
-                shape = self.tensors[name][0]
-                everything[name + SCALE_SUFFIX] = (form.scale_shape(shape), "float32")
+                everything[name + SCALE_SUFFIX] = (self.terms.scale_shape(self.tensors[name][0]), "float32")
         return everything
 
 
@@ -178,8 +170,8 @@ def _shape(sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def weights_of(layers: tuple[str, ...] | list[str]) -> list[str]:
-    """Return the names of the weight tensors of these modules."""
+def weights_of(layers: Iterable[str]) -> list[str]:
+    """The names of the weight tensors of these modules."""
     return [layer + ".weight" for layer in layers]
 
 
@@ -203,9 +195,7 @@ def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
     try:
         data = json.loads(tensor.detach().cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        raise SyncError(
-            f"{what} is not valid JSON ({error}): the transfer may have been cut short. Sync again."
-        ) from error
+        raise SyncError(f"{what} is not valid JSON ({error}): the transfer may have been cut short. Sync again.") from error
     if not isinstance(data, dict):
         found, fix = type(data).__name__, _SAME
         raise SyncError(explain(what, required="a JSON object", found=found, fix=fix))
@@ -213,23 +203,20 @@ def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
 
 
 def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_layers: set[str]) -> None:
-    """Check that both sides compute the same thing.
-
-    Raises AuditError, which names the settings or the layers that differ.
-    """
+    """Check that both sides compute the same thing. Raises AuditError with the settings or the layers that differ."""
     for name, (what, empty, fix) in _OPTIONAL.items():
         theirs, ours = (getattr(side, name) or empty for side in (trainer, rollout))
         if theirs != ours:
             required, found = f"{ours}, as in the rollout", f"{theirs} in the trainer"
             raise AuditError(explain(what, required=required, found=found, fix=fix))
     wrong = [
-        f"{name} is {theirs!r} in the trainer and {ours!r} in the rollout"
-        for name, theirs, ours in ((field, getattr(trainer, field), getattr(rollout, field)) for field in _TERMS)
-        if theirs != ours
+        f"{name} is {getattr(trainer, name)!r} in the trainer and {getattr(rollout, name)!r} in the rollout"
+        for name in _TERMS
+        if getattr(trainer, name) != getattr(rollout, name)
     ]
     if wrong:
         raise AuditError(
-            f"trainer and rollout do not compute alike: {'; '.join(wrong)}. Start both with the same JETRL_* settings."
+            f"trainer and rollout compute differently: {'; '.join(wrong)}. Start both with the same JETRL_* settings."
         )
     if trainer_layers != rollout_layers:
         only_trainer = _some(trainer_layers - rollout_layers)
@@ -241,12 +228,9 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
 
 
 def _some(names: set[str], most: int = 3) -> str:
-    """Return the first names, sorted, and the count of the rest."""
-    if not names:
-        return "none"
-    shown = sorted(names)[:most]
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+    """The first names, sorted, and the count of the rest."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more or "none"
 
 
 # ---- Errors about a rollout engine's process, which the RPC layers may have turned into text -----
@@ -263,8 +247,8 @@ _KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "Mode
 
 
 def as_sync_error(error: BaseException) -> JetrlError:
-    """Return the ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
-    if isinstance(error, JetrlError):  # one that Ray has raised again is of its class, with a remote traceback as its text
+    """The ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
+    if isinstance(error, JetrlError):  # Ray raises an error of the same class again, with the remote traceback as its text
         cause = getattr(error, "cause", None)
         return cause if isinstance(cause, JetrlError) else error
     text = str(error)

@@ -1,4 +1,4 @@
-"""The rollout's side of a weight sync: a state machine around the engine's loader."""
+"""The rollout's side of a weight sync: a state machine around the engine's loader, and the check of the engine's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jetrl_patch.sync.protocol import (
     weights_of,
 )
 
-# ---- Check that the pieces in the engine's memory make up the tensor that was sent ---------------
+# ---- Do the pieces in the engine's memory make up the tensor that was sent? ----------------------
 
 def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequence[Rect]) -> None:
     """Check that the rectangles tile ``[rows, cols]`` exactly and that their digests add up to the sender's.
@@ -34,7 +34,7 @@ def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequen
     A slice that is replicated on several ranks counts once.
 
     Raises:
-        SyncError: names the tensor and the fault: not held, differing replicas, a gap, an overlap, or other bytes.
+        SyncError: names the tensor and the fault: missing, differing replicas, a gap, an overlap, or other bytes.
     """
     pieces: dict[tuple[int, int, int, int], int] = {}
     for rect in rects:
@@ -42,7 +42,7 @@ def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequen
         if pieces.setdefault(place, rect.digest) != rect.digest:
             raise SyncError(f"{name}: two ranks hold rows {rect.row0}:{rect.row1} with different bytes after the sync")
     if not pieces:
-        raise SyncError(f"{name} was sent, but no part of it lies in the rollout engine after the sync")
+        raise SyncError(f"{name} was sent, but no part of it is in the rollout engine after the sync")
     places = sorted(pieces)
     for i, (r0, r1, c0, c1) in enumerate(places):
         if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
@@ -52,7 +52,7 @@ def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequen
                 raise SyncError(f"{name}: [{r0}:{r1}, {c0}:{c1}] and [{s0}:{s1}, {d0}:{d1}] overlap in the engine")
     covered = sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in places)
     if covered != shape[0] * shape[1]:
-        raise SyncError(f"{name}: only {covered} of {shape[0] * shape[1]} elements lie in the engine after the sync")
+        raise SyncError(f"{name}: only {covered} of {shape[0] * shape[1]} elements are in the engine after the sync")
     if add(*pieces.values()) != expected:
         raise SyncError(
             f"{name}: the bytes in the rollout engine are not those that the trainer sent; "
@@ -60,12 +60,12 @@ def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequen
         )
 
 
-# ---- The rollout's side of a weight sync: a state machine around the engine's loader -------------
+# ---- The state machine ---------------------------------------------------------------------------
 #     serving ──manifest──▶ receiving (buffers poisoned) ──commit, all checks──▶ serving
 #                                └────────────── anything wrong ──────────────▶ failed
 #
-# After a failure the rest of the stream is read and dropped, so that no sender hangs, and ``finish`` raises on every
-# rank. A failed engine refuses to generate until a later sync completes: it never serves a mix of two versions.
+# After a failure the rest of the stream is read and dropped, so no sender hangs, and ``finish`` raises on every rank. A failed
+# engine refuses to generate until a later sync completes: it never serves a mix of two versions.
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +74,16 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 class Installer(Protocol):
-    """The interface that the adapter of a rollout engine implements. All names are Hugging Face names."""
+    """What the adapter of a rollout engine implements. All names are Hugging Face names."""
 
     def quantized_layers(self) -> Sequence[str]:
         """Return the names of the modules that this engine computes quantized."""
 
     def to_bf16(self, layers: Sequence[str]) -> None:
-        """Move these modules to BF16: all of them, or none and raise. Their weights then arrive in BF16."""
+        """Move these modules to BF16: all of them, or none with an error. Their weights then arrive in BF16."""
 
     def poison(self) -> None:
-        """Fill every buffer that a sync must write with NaN, so that an unwritten one shows at once."""
+        """Fill every buffer that a sync must write with NaN, so an unwritten one shows at once."""
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Copy these tensors into the model. A weight and its scales may arrive in different calls."""
@@ -95,7 +95,7 @@ class Installer(Protocol):
         """Return digests of the quantized bytes, their scales and the ``to_bf16`` weights in this rank's memory.
 
         Args:
-            plain: shape and dtype of the tensors that arrived as they are. Of these, those that are held so are digested too.
+            plain: shape and dtype of the tensors that were not quantized. Those that are held in this form are digested too.
         """
 
 
@@ -114,8 +114,8 @@ class _Sync:
     Attributes:
         expected: shape and dtype of every tensor, by name.
         required: the tensors that must be in memory byte for byte: quantized weights, their scales and guarded weights.
-            Empty if BF16 was sent and is quantized here, because there are no trainer's bytes to compare with.
-        plain: those of ``expected`` that an engine may hold as they were sent, and need not.
+            Empty if BF16 was sent and is quantized here: there are no bytes of the trainer to compare with.
+        plain: the rest of ``expected``, except weights quantized here. An engine may hold these in another form.
     """
 
     manifest: Manifest
@@ -143,7 +143,7 @@ class Receiver:
         installer: the engine's loader.
         terms: how this process computes.
         gather: all-gathers objects over the tensor-parallel ranks; the default is for a single rank.
-        base: keeps what each sync brought, so that the next one may bring changes only.
+        base: keeps what each sync brought, so the next one can bring only changes.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Receiver:
         self._sync: _Sync | None = None
 
     def on_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket of the stream. Never raises: an error is kept for ``finish``."""
+        """Take one bucket of the stream. Never raises; ``finish`` raises the error."""
         if self.error is not None:
             return
         try:
@@ -208,27 +208,28 @@ class Receiver:
         return {"tensors": len(sync.arrived), "bytes": sync.nbytes, "layers": len(sync.manifest.layers)}
 
     def held(self) -> str:
-        """Return the identity of the base for a delta sync; empty if there is none."""
+        """The identity of the base for a delta sync; empty if there is none."""
         return "" if self.base is None else self.base.identity
 
     def abort(self, reason: str) -> SyncError:
-        """Drop a sync whose transfer failed; what has arrived is never served. Returns the error to raise."""
+        """Drop a sync whose transfer failed. What has arrived is never served. Returns the error to raise."""
         error = SyncError(reason)
         self._fail(error)
         self.error, self._sync = None, None
         return error
 
     def restart(self) -> None:
-        """Drop the rest of an unfinished sync, so that its error is not reported for the next one."""
+        """Drop the rest of an unfinished sync, so the next one does not report its error."""
         if self._sync is not None or self.error is not None:
-            self.abort("the weight sync was given up by the trainer")
+            self.abort("the trainer gave up the weight sync")
 
     def check_serving(self) -> None:
         """Raise SyncError unless the weights in memory come from one complete sync."""
         if self.state is not State.SERVING:
+            state = self.state.value
             raise SyncError(
-                f"this engine does not generate: its weights are in state {self.state.value!r} after an incomplete "
-                f"weight sync. Sync again or restart the run."
+                f"this engine does not generate: its weights are in state {state!r} after an incomplete weight sync. "
+                f"Sync again or restart the run."
             )
 
     def _take(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -238,7 +239,7 @@ class Receiver:
                 self._open(Manifest.decode(tensor))
             elif self._sync is None:
                 raise NotPatchedError(
-                    f"{name} arrived before {MANIFEST}, so the trainer that sends it is not patched; "
+                    f"{name} arrived before {MANIFEST}, so the trainer that sent it is not patched; "
                     f"set the same JETRL_* variables in every process and let the framework load its plugins"
                 )
             elif self._sync.committed:
@@ -298,14 +299,12 @@ class Receiver:
 
     def _install(self) -> list[Rect]:
         if self._sync is None or not self._sync.committed:
-            raise SyncError(
-                "the weight sync ended before the commit of the trainer. See the trainer's log for the cause."
-            )
+            raise SyncError("the weight sync ended before the commit of the trainer. See the trainer's log for the cause.")
         self.installer.finish()
         return list(self.installer.installed(self._sync.plain))
 
     def _compare(self, rects: list[Rect], sync: _Sync) -> None:
-        """Compare the memory of all ranks with what the trainer sent."""
+        """Compare the memory of all ranks with what the trainer sent. Raises SyncError."""
         held: dict[str, list[Rect]] = {}
         for rect in rects:
             held.setdefault(rect.name, []).append(rect)
@@ -314,7 +313,7 @@ class Receiver:
             check_tiling(tensor, (rows, columns), sync.digests[tensor], held.get(tensor, ()))
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error, and poison half-loaded weights so that they cannot be served."""
+        """Keep the error, and poison half-loaded weights: they must not be served."""
         touched = self.state is State.RECEIVING
         self.state = State.FAILED
         if isinstance(error, JetrlError):
@@ -328,7 +327,7 @@ class Receiver:
 
 
 def _release(error: BaseException | None) -> None:
-    """Free what the frames of a kept error and of its callers hold: views of the transfer's buffer, which must be closed."""
+    """Drop the frames of a kept error: they hold views of the transfer's buffer, which could then not be closed."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

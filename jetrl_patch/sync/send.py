@@ -1,4 +1,4 @@
-"""The trainer's side of a weight sync: from the framework's weights to the stream and to buffers of it; FP16 weights."""
+"""The trainer's side of a weight sync: the stream of messages, buckets for transfers, and syncs in FP16."""
 
 from __future__ import annotations
 
@@ -28,20 +28,8 @@ from jetrl_patch.sync.protocol import (
 )
 
 __all__ = [
-    "BUCKET_BYTES",
-    "MAX",
-    "QUANTIZERS",
-    "Bucket",
-    "Entry",
-    "NamedTensor",
-    "Quantize",
-    "SyncStats",
-    "check_fits",
-    "fp16_stream",
-    "misfit",
-    "pack",
-    "quantized_stream",
-    "unpack",
+    "BUCKET_BYTES", "QUANTIZERS", "Bucket", "Entry", "NamedTensor", "Quantize", "SyncStats", "check_fits", "fp16_stream",
+    "misfit", "pack", "quantized_stream", "unpack",
 ]  # fmt: skip
 
 
@@ -55,26 +43,28 @@ QUANTIZERS: dict[str, Callable[[torch.Tensor, ScaleFormat], Quantized]] = {
 }
 
 
-# ---- The trainer's side of a weight sync: turn the framework's weights into the stream to send ---
+# ---- The stream: a sync as the trainer sends it ---------------------------------------------------
 #     manifest · (q, scales) per quantized layer, BF16 for the rest, in the framework's order · commit
 #
-# Each weight is cast to BF16, so that every process that sees the BF16 value gets the same bytes, and quantized once. Its digest
-# also tells whether it is finite: NaN or Inf in a block of weights makes the block's scale NaN or Inf. The stream holds one
-# tensor at a time, besides what the framework's transfer holds. With a base (``delta``), only the changes since the last sync
-# are sent.
+# Each weight is cast to BF16 and quantized once, so every process that sees the BF16 value gets the same bytes. NaN or Inf in a
+# block of weights makes its scale NaN or Inf, which the digest of the scales reports. The stream holds one tensor at a time. With
+# a base (``delta``), it sends only the changes since the last sync.
 
 #: (layer name, BF16 weight [N, K]) -> the bytes and scales to send and install
 Quantize = Callable[[str, torch.Tensor], Quantized]
 
-#: bytes sent between two reads of the device: a bucket's
+#: bytes of digested tensors between two reads of the device, as many as in a bucket
 _READ_EVERY = 256 << 20
+
+#: types of plain tensors; TransformerEngine's quantized ones are subclasses
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 #: changes the weights before they are checked and quantized
 Transform = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 
 
 class _Outgoing:
-    """What is sent, with its digests. On a device they are read together, once for every ``_READ_EVERY`` bytes."""
+    """What is sent, with its digests. Those on a device are read together, once for every ``_READ_EVERY`` bytes."""
 
     def __init__(self, stats: SyncStats, base: Sent | None) -> None:
         self.names: set[str] = set()
@@ -84,20 +74,20 @@ class _Outgoing:
         self._bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> NamedTensor:
-        """Start a tensor's digest, and return what to send for it. Raises SyncError as ``read``, now or at a later call."""
+        """Start a tensor's digest, and return what to send for it. Raises SyncError as ``read`` does, now or at a later call."""
         tensor = tensor.contiguous()
         self._stats.tensors += 1
         self.names.add(name)
-        self._started[name] = start(tensor)
+        started = self._started[name] = start(tensor)
         self._bytes += tensor.nbytes
-        if not _waits(tensor) or self._bytes > _READ_EVERY:
+        if isinstance(started, tuple) or self._bytes > _READ_EVERY:  # a tuple has been read: the tensor is on the CPU
             self.read()
         sent = (name, tensor) if self._base is None else self._base.pack(name, tensor, self._stats)
         self._stats.total += sent[1].nbytes
         return sent
 
     def read(self) -> None:
-        """Read what has been started. Raises SyncError, with the weight's name, if a value is NaN or Inf."""
+        """Read the started digests. Raises SyncError, with the weight's name, if a value is NaN or Inf."""
         for name, (value, special) in zip(self._started, read(list(self._started.values())), strict=True):
             if special:  # a scale is NaN or Inf if a weight in its block is
                 raise SyncError(
@@ -106,11 +96,6 @@ class _Outgoing:
                 )
             self._stats.digests[name] = value
         self._started, self._bytes = {}, 0
-
-
-def _waits(tensor: torch.Tensor) -> bool:
-    """Whether reading a digest makes the host wait for a device."""
-    return tensor.device.type != "cpu"
 
 
 def quantized_stream(
@@ -126,7 +111,7 @@ def quantized_stream(
     base: Sent | None = None,
     fp32: Collection[str] = (),
 ) -> Iterator[NamedTensor]:
-    """Yield the protocol for one sync.
+    """Yield the messages of one sync.
 
     Args:
         weights: the framework's ``(Hugging Face name, full tensor)``, any float dtype, or TransformerEngine's FP8.
@@ -134,7 +119,7 @@ def quantized_stream(
         layers: names of the quantized modules.
         shapes: name -> shape of every tensor that ``weights`` must yield.
         stats: filled by the stream.
-        quantize: the trainer's own quantizer, which may hold the bytes already; by default that of the format.
+        quantize: the trainer's own quantizer, which may have the bytes already; by default that of the format.
         transform: applied to the weights before they are checked and quantized.
         guarded: modules that the precision guard moved to BF16; none of them is in ``layers``.
         base: what the last sync sent, if only changes are to be sent.
@@ -143,18 +128,14 @@ def quantized_stream(
     Raises:
         SyncError: a weight holds NaN or Inf; a tensor is unannounced, duplicated or missing.
     """
-    ours = set(weights_of(sorted(layers)))
-    if quantize is None and terms.quantized:
-        quantize = _by_contract(terms)
+    ours = set(weights_of(layers))
     absent = sorted(ours - set(shapes))
     if absent:
-        raise SyncError(
-            f"quantized layers without a weight in the model that is sent ({len(absent)}): {', '.join(absent[:3])}"
-        )
-    announced = {
-        name: (tuple(shape), terms.weight_dtype if name in ours else "float32" if name in fp32 else "bfloat16")
-        for name, shape in shapes.items()
-    }
+        raise SyncError(f"quantized layers without a weight in the model that is sent ({len(absent)}): {', '.join(absent[:3])}")
+    if quantize is None and terms.quantized:
+        quantize = _by_contract(terms)
+    dtypes = dict.fromkeys(fp32, "float32") | dict.fromkeys(ours, terms.weight_dtype)
+    announced = {name: (tuple(shape), dtypes.get(name, "bfloat16")) for name, shape in shapes.items()}
     manifest = Manifest(
         terms=terms,
         layers=tuple(sorted(layers)),
@@ -166,24 +147,27 @@ def quantized_stream(
     outgoing = _Outgoing(stats, base)
     for name, weight in weights if transform is None else transform(weights):
         _check_announced(name, weight, announced, outgoing.names)
-        if name not in ours:
-            yield outgoing.add(name, weight.detach().float() if name in fp32 else _to_bf16(name, weight))
-            continue
-        stats.layers += 1
-        stats.quantized_as_bf16 += 2 * weight.numel()
-        if quantize is None or not terms.quantized:
-            sent = [outgoing.add(name, _to_bf16(name, weight))]
-            stats.quantized += sent[0][1].nbytes
-            yield from sent
-            continue
-        layer = name.removesuffix(".weight")
-        if is_te_tensor(weight):  # already FP8: send its bytes and scales unchanged
-            q, scales = take(layer, weight, terms.scale_format)  # type: ignore[arg-type]
+        theirs = type(weight) not in _PLAIN and is_te_tensor(weight)
+        if name in ours and quantize is not None and terms.quantized:
+            layer = name.removesuffix(".weight")
+            if theirs:  # already FP8: send its bytes and scales unchanged
+                q, scales = take(layer, weight, terms.scale_format)  # type: ignore[arg-type]
+            else:
+                q, scales = quantize(layer, weight.detach().to(torch.bfloat16))
+            del weight
+            # both before q is yielded, because the digest of the scales reports NaN and Inf
+            sent = [outgoing.add(name, q), outgoing.add(name + SCALE_SUFFIX, scales)]
+        elif theirs:
+            raise SyncError(
+                f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout. Keep this layer in BF16 in the "
+                f"trainer too, or do not exclude it and use FP8 on both sides."
+            )
         else:
-            q, scales = quantize(layer, _to_bf16(name, weight))
-        del weight
-        sent = [outgoing.add(name, q), outgoing.add(name + SCALE_SUFFIX, scales)]  # the scales tell whether q may be sent
-        stats.quantized += sum(tensor.nbytes for _, tensor in sent)
+            sent = [outgoing.add(name, weight.detach().to(getattr(torch, announced[name][1])))]
+        if name in ours:
+            stats.layers += 1
+            stats.quantized_as_bf16 += 2 * math.prod(shapes[name])
+            stats.quantized += sum(tensor.nbytes for _, tensor in sent)
         yield from sent
     missing = sorted(set(announced) - outgoing.names)
     if missing:
@@ -198,7 +182,7 @@ def _check_announced(
     name: str, weight: torch.Tensor, announced: Mapping[str, tuple[tuple[int, ...], str]], sent: Collection[str]
 ) -> None:
     if name not in announced:
-        raise SyncError(f"the trainer sends {name}, which its own model did not have when it was built")
+        raise SyncError(f"the trainer sends {name}, which its model did not have when it was built")
     if name in sent:
         raise SyncError(f"the trainer sends {name} twice in one sync")
     if tuple(weight.shape) != announced[name][0]:
@@ -207,27 +191,17 @@ def _check_announced(
         )
 
 
-def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight in BF16. Raises SyncError, with its name, if it is unexpectedly FP8."""
-    if is_te_tensor(weight):
-        raise SyncError(
-            f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout. Keep this layer in BF16 in the "
-            f"trainer too, or do not exclude it and use FP8 on both sides."
-        )
-    return weight.detach().to(torch.bfloat16)
-
-
 def _by_contract(terms: Terms) -> Quantize:
-    """Return the quantizer of a format that the trainer does not compute in."""
+    """The quantizer of a format in which the trainer does not compute."""
     assert terms.format is not None
     quantize = QUANTIZERS[terms.format.name]
     return lambda name, weight: quantize(weight, terms.scale_format)  # type: ignore[arg-type]
 
 
-# ---- Pack a stream of tensors into flat byte buffers, each with an index of its tensors ----------
-# A framework that makes one remote call per tensor makes one per bucket instead.
+# ---- Buckets: a stream of tensors packed into flat byte buffers, each with an index of its tensors
+# A framework that makes a remote call for each tensor makes one for each bucket instead.
 
-#: extra memory that a sync needs on each side: a bucket that travels and the next one, half of this each
+#: extra memory that a sync needs on each side: half of it for the bucket that travels, half for the next one
 BUCKET_BYTES = 256 << 20
 
 #: (name, dtype such as "float8_e4m3fn", shape, byte offset): plain types that JSON can carry
@@ -245,7 +219,7 @@ class Bucket:
 def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Copy the tensors of a stream into buckets of at most ``limit // 2`` bytes. A larger tensor gets its own bucket.
 
-    One bucket is filled while another travels: a bucket is valid until the next but one is requested.
+    One bucket is filled while another travels, so a bucket is valid until the second one after it is requested.
     """
     half = limit // 2
     buffer, other = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2))
@@ -271,7 +245,7 @@ def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKE
 
 
 def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
-    """Return views into the bytes, in packing order. Raises SyncError if an entry is invalid."""
+    """The tensors as views of the bytes, in packing order. Raises SyncError if an entry is invalid."""
     found: list[NamedTensor] = []
     for name, dtype, shape, at in entries:
         kind = getattr(torch, dtype, None)
@@ -280,23 +254,23 @@ def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
         size = math.prod(shape) * kind.itemsize
         if min(at, *shape, 0) < 0 or at % ALIGNMENT or at + size > flat.numel():
             place = f"bytes {at}:{at + size}"
-            raise SyncError(f"{name} should lie at {place}, but {flat.numel()} bytes arrived, aligned to {ALIGNMENT}")
+            raise SyncError(f"{name} should be at {place}, but {flat.numel()} bytes arrived, aligned to {ALIGNMENT}")
         found.append((name, flat[at : at + size].view(kind).view(shape)))
     return found
 
 
-# ---- FP16 weights: which ones fit, and the trainer's side of a weight sync in FP16 ---------------
+# ---- Syncs in FP16, and which weights fit --------------------------------------------------------
 # FP16 has 10 mantissa bits (BF16: 7) and 5 exponent bits (BF16: 8), so its largest value is 65504. A larger weight of a BF16
 # checkpoint would silently become Inf; here it is an error that names the weight.
 
 #: the largest finite FP16 value
-MAX = 65504.0
+_MAX = 65504.0
 
 
 def misfit(weight: torch.Tensor) -> str:
     """Why a weight of any dtype and shape cannot be FP16, as a phrase; empty if it can.
 
-    FP16 rounds to nearest: a value between 65504 and 65520 becomes 65504 and fits.
+    FP16 rounds to nearest, so a value between 65504 and 65520 becomes 65504 and fits.
     """
     if weight.numel() == 0 or not weight.is_floating_point() or weight.is_meta:
         return ""
@@ -312,12 +286,12 @@ def misfit(weight: torch.Tensor) -> str:
 
 
 def check_fits(weights: Iterable[NamedTensor], where: str) -> None:
-    """Raise ModelError if weights of a loaded model do not fit FP16. It names at most three of them."""
+    """Raise ModelError if weights of a loaded model do not fit FP16. The message names at most three."""
     found = [f"{name} has {why}" for name, weight in weights if (why := misfit(weight))]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ModelError(
-            f"{where} does not fit FP16, whose largest value is {MAX:g}: {'; '.join(found[:3])}{more}. "
+            f"{where} does not fit FP16, whose largest value is {_MAX:g}: {'; '.join(found[:3])}{more}. "
             f"Use precision='bf16' for this model."
         )
 
@@ -326,13 +300,13 @@ def fp16_stream(weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[Na
     """Yield the framework's ``(name, full tensor)`` pairs in FP16, one at a time, counted in ``stats``.
 
     Raises:
-        SyncError: a weight is NaN, Inf or does not fit. Weights already sent are not taken back: the run must stop.
+        SyncError: a weight is NaN, Inf or does not fit. The weights sent before it stay in the engine, so the run must stop.
     """
     for name, weight in weights:
         why = misfit(weight)
         if why:
             raise SyncError(
-                f"{name} has {why}, which FP16 cannot hold (largest value {MAX:g}), so the weight sync stops. Check the last "
+                f"{name} has {why}, which FP16 cannot hold (largest value {_MAX:g}), so the weight sync stops. Check the last "
                 f"optimizer steps (gradient norm, learning rate), or use precision='bf16'."
             )
         half = weight.detach().to(torch.float16) if weight.is_floating_point() else weight

@@ -1,4 +1,4 @@
-"""Check what exact mode promises on the log-probs of each step, and report the mismatch and the cost of syncs for the log."""
+"""Check that the log-probs of each step keep exact mode's promise, and report mismatch and cost of syncs for the log."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 # ---- Compare the log-probs of trainer and rollout, which exact mode makes equal, and apply ``on_mismatch``
 # Where the framework computes old log-probs, ``hold`` compares them with the rollout's.
 #
-# With ``old_log_probs="rollout"`` that pass is skipped, because in exact mode it would compute the bits that the rollout
-# returned. ``Audit`` checks this at no cost: the first update of a step runs the same weights over the same tokens, so its
-# forward pass is compared with ``==`` before the backward pass. Later updates have new weights. In a step with several updates, a
-# share of the samples (``audit_fraction``) therefore still goes through the skipped pass.
+# With ``old_log_probs="rollout"`` that pass is skipped: in exact mode it would compute the bits that the rollout returned.
+# ``Audit`` checks this at no cost. The first update of a step runs the same weights over the same tokens, so its forward pass is
+# compared with ``==`` before the backward pass. Later updates have new weights. In a step with several updates, a share of the
+# samples (``audit_fraction``) therefore still goes through the skipped pass.
 
 logger = logging.getLogger(__name__)
 
@@ -70,30 +70,27 @@ class Audit:
         return False
 
     def take(self) -> dict[str, Any] | None:
-        """The sums over all comparisons since the last call, in plain types; None if there were none."""
+        """The sums over all comparisons since the last call, in plain types; None without any."""
         parts, self._parts = self._parts, []
         return asdict(merge(Sums, parts)) if parts else None
 
     def report(self) -> dict[str, Any]:
-        """A process's report at a weight sync: "sums" from ``take()``, and "differed", whether any token of this run differed."""
+        """What a process reports at a weight sync: "sums" from ``take()``, and "differed": whether any token of the run did."""
         return {"sums": self.take(), "differed": self.failed}
 
 
 def hold(trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor, config: Config, names: Sequence[str] = ()) -> None:
-    """In exact mode, require equal log-probs where the trainer's current weights sampled. Arguments as in ``Audit.compare``.
+    """In exact mode, require equal log-probs of samples from the trainer's current weights. As ``Audit.compare``.
 
     Args:
         current: bool [B], True for samples made entirely with the trainer's current weights. Others may differ.
-
-    Raises:
-        AuditError: as ``Audit.compare``.
     """
     if config.exact:
         Audit().compare(trainer, rollout, mask.bool() & current.unsqueeze(1).to(mask.device), config, names)
 
 
 def hold_figures(found: Mismatch, config: Config) -> None:
-    """``hold`` for the figures of such samples, where the log-probs are in another process. Raises AuditError."""
+    """``hold`` for figures, where another process has the log-probs. Raises AuditError."""
     if config.exact and found.tokens and found.bit_equal_fraction != 1.0:
         unequal = f"{found.bit_equal_fraction:.4f} of {found.tokens} bit-equal"
         figures = f"{unequal}, mean |dlogp| {found.logp_abs_diff_mean:.3e}, max {found.logp_abs_diff_max:.3e}"
@@ -107,7 +104,7 @@ def _stop_or_say(difference: str, config: Config) -> None:
 
 
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
-    """Describe the first token that differs, by its sample and its number among the tokens that count."""
+    """Describe the first token that differs: its sample, and its number among the tokens that count."""
     pi, mu = trainer.float().cpu(), rollout.float().cpu()
     counts = mask.bool().cpu()
     row, position = (int(index) for index in (counts & ~bit_equal(pi, mu)).nonzero()[0])
@@ -126,7 +123,7 @@ def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[
 
 
 def sample(count: int, fraction: float, multiple: int = 1) -> list[int]:
-    """The samples whose old log-probs are computed: evenly spaced indices, at least one, in a multiple of ``multiple``.
+    """The samples whose old log-probs are computed: evenly spaced indices, a multiple of ``multiple``, at least one.
 
     >>> sample(32, 1 / 16), sample(8, 0.3, 2), sample(8, 0.0)
     ([0, 16], [0, 2, 4, 6], [])
@@ -147,8 +144,8 @@ def audited_metrics(parts: Sequence[dict[str, Any] | None]) -> tuple[Mismatch, d
 
 
 # ---- Mismatch metrics of a step, for the log -----------------------------------------------------
-# An asynchronous rollout may sample with older weights than the trainer's. Only tokens from the trainer's current weights must be
-# equal; the others measure how far the weights have moved.
+# An asynchronous rollout may sample with weights older than the trainer's. Only tokens from the trainer's current weights must be
+# equal; the others show how far the weights have moved.
 
 #: defaults for a step whose correction reports nothing
 _UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
@@ -169,12 +166,12 @@ class Compared:
         self._current.append(everything if bool(current.all()) else sums(trainer, rollout, of_current))
 
     def figures(self) -> tuple[Mismatch, Mismatch]:
-        """Return the mismatch of all tokens, and of those from the current weights."""
+        """The mismatch of all tokens, and of those from the current weights."""
         return merge(Sums, self._all).figures(), merge(Sums, self._current).figures()
 
 
 def step_metrics(found: Mismatch, corrected: Mapping[str, float], of_current: Mismatch | None = None) -> dict[str, float]:
-    """Return the metrics of a step. Those of its correction override the defaults.
+    """The metrics of a step. Those of its correction override the defaults.
 
     ``of_current`` is the mismatch of the tokens from the current weights, if known. It adds the share of the other tokens, and
     its own bit-equal share.
@@ -188,9 +185,9 @@ def step_metrics(found: Mismatch, corrected: Mapping[str, float], of_current: Mi
 
 
 def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the metrics of a step for its log line. If the step compared nothing, ``say`` so and set the mismatch to NaN.
+    """The metrics of a step for its log line. If the step compared nothing, ``say`` so and set the mismatch to NaN.
 
-    A missing value would let a minimum over some steps pass for one over all.
+    If the values were missing, a minimum over the other steps could be mistaken for one over all steps.
     """
     if metrics.get("jetrl/tokens"):
         return metrics
@@ -200,7 +197,7 @@ def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[
 
 # ---- Cost of a weight sync: each training process reports it, the trainer loop logs it -----------
 
-#: fields of a report that are logged unchanged; some frameworks and precisions lack some
+#: fields of a report that are logged unchanged, where the framework and the precision have them
 _LOGGED = (
     "sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_bytes_full", "sync_changed_fraction", "sync_calls",
     "quantized_layers", "cut_layers", "loss_scale", "skipped_steps",
@@ -208,7 +205,7 @@ _LOGGED = (
 
 
 def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
-    """Report one process's part of a sync that began at ``start`` (``time.perf_counter``), in plain types."""
+    """One process's part in a sync that began at ``start`` (``time.perf_counter``), in plain types."""
     cut = session.run_notes().cut
     return {
         "pid": os.getpid(),

@@ -1,9 +1,9 @@
 """AdamW with torchao's quantized optimizer state, for parameters sharded in any way.
 
-torchao's own class gives a state the parameter's shape, and keeps it in FP32 unless the block size divides the number of values,
-which shards seldom satisfy: FSDP1 and ZeRO flatten parameters, FSDP2 splits them unevenly. Blocks run over the flattened values
-anyway. So a state here is [blocks, block_size], and the rest (less than a block) is a separate state in FP32. States are plain
-tensors even for a DTensor parameter, because the update is elementwise.
+torchao's own classes give a state the parameter's shape, and keep it in FP32 unless the block size divides the number of values.
+Shards seldom satisfy that: FSDP1 and ZeRO flatten parameters, and FSDP2 splits them unevenly. Here a state is [blocks,
+block_size] over the flattened values, and the rest (less than a block) is a separate state in FP32. States are plain tensors even
+for a DTensor parameter, because the update is elementwise.
 
 Shape legend: n values in this process's shard of a parameter, B the block size (256), n = blocks * B + rest.
 """
@@ -11,18 +11,17 @@ Shape legend: n values in this process's shard of a parameter, B the block size 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.optim import AdamW8bit as _AdamW8bit
 from torchao.optim import AdamWFp8 as _AdamWFp8
 from torchao.optim.adam import single_param_adam
 
-__all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8", "state_bytes"]
+__all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8"]
 
 #: shards with fewer values keep their state in FP32, as in bitsandbytes and torchao
 SMALLEST = 4096
@@ -39,7 +38,7 @@ class _OnShards(torch.optim.Optimizer):
     _subclass_zeros: Callable[..., Tensor]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Skip torchao's override, which turns the learning rate into a tensor that schedulers and loggers do not expect."""
+        """Skip torchao's override: it turns the learning rate into a tensor, which schedulers and loggers do not expect."""
         torch.optim.Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()
@@ -49,8 +48,8 @@ class _OnShards(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # like torchao: the update is compiled for each shape, dtype and device. A model has few of them, but more than the eight
-        # that torch.compile allows per function; verl's optimizer offload moves step counters, which doubles their number
+        # like torchao: the update is compiled for each shape, dtype and device. A model has more than the eight combinations that
+        # torch.compile allows per function, and verl's optimizer offload, which moves step counters, doubles their number
         with torch._dynamo.utils.disable_cache_limit():
             for group in self.param_groups:
                 if group["amsgrad"]:
@@ -101,26 +100,6 @@ class AdamW8bit(_OnShards, _AdamW8bit):
 
 class AdamWFp8(_OnShards, _AdamWFp8):
     """AdamW with moments in e4m3, one FP32 scale per 256 values."""
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of this process's moments: (as stored, the same in FP32). Step counters are not included."""
-    kept = values = 0
-    for state in optimizer.state.values():
-        for name, tensor in state.items():
-            if isinstance(tensor, Tensor) and name != "step":
-                kept += sum(part.numel() * part.element_size() for part in _plain_parts(tensor))
-                values += _local(tensor).numel()
-    return kept, 4 * values
-
-
-def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    tensor = _local(tensor)
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_parts(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ The framework does the scaling (torch's ``GradScaler``, DeepSpeed's ``DynamicLos
     scale(loss).backward() → unscale → clip → a NaN or Inf gradient? skip and halve the scale : step
     after n good steps in a row: double the scale
 
-The scale adapts through occasional skipped steps. A run that skips every step learns nothing, although rewards, lengths and
-times look normal, so it is an error here.
+Occasional skipped steps are how the scale adapts. A run that skips every step learns nothing, although rewards, lengths and times
+look normal, so it is an error here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def scales_loss() -> bool:
 
 
 class LossScale:
-    """The loss scale and the skipped steps of one optimizer.
+    """The loss scale and the skipped steps of an optimizer.
 
     Attributes:
         scale: the loss scale of the next step; None before the first.

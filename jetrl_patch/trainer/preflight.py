@@ -1,4 +1,4 @@
-"""Checks of a model's config.json before anything starts, without its weights. Importing this imports no torch."""
+"""Check a model's config.json before anything starts, without its weights. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jetrl_patch.models.structure import check_code, check_structure, expert_siz
 from jetrl_patch.trainer.rules import raised
 
 __all__ = [
-    "built", "check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "is_hub_id", "local_folder", "model_problems",
-    "needed_ep", "read_config", "say_share",
+    "built", "check_checkpoint", "checkpoint_problems", "cut_note", "is_hub_id", "local_folder", "model_problems", "needed_ep",
+    "read_config", "say_share",
 ]  # fmt: skip
 
 
 # ---- Find a model on this machine ----------------------------------------------------------------
 
 def local_folder(path: Any) -> str:
-    """The folder of a model: the path itself, or the snapshot of a hub id in the local cache; empty if there is neither."""
+    """The folder of a model: the path itself, or the snapshot of a hub id in the local cache; empty without either."""
     folder = os.path.expanduser(str(path or ""))
     if os.path.isdir(folder):
         return folder
@@ -65,21 +65,21 @@ def checkpoint_problems(
 
 
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False) -> Any:
-    """Run ``check_model`` on a model's folder and return its config, or None if it was not checked (see ``read_config``).
+    """Check a model's folder and return its config, or None if it was not checked (see ``read_config``).
 
     Raises:
-        ModelError: as ``check_model`` and ``read_config``.
+        ModelError, ConfigError: as ``read_config``, and the first of ``model_problems``.
     """
     hf_config = read_config(path, config, trust_remote_code)
-    if hf_config is not None:
-        check_model(hf_config, config, rollout_tp, rollout_ep)
+    for problem in () if hf_config is None else model_problems(hf_config, config, rollout_tp, rollout_ep):
+        raise problem
     return hf_config
 
 
 def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> Any:
-    """Read the config of a local folder, or of one in the hub's cache. The folder's own code is never run.
+    """Read the config of a local folder, or of one in the hub's cache. The folder's own code never runs.
 
-    Returns None, unchecked, if nothing is quantized, or if the path is remote (workers check once they have it).
+    Returns None if nothing is quantized, or if the path is remote (the workers check the model once they have it).
 
     Raises:
         ModelError: transformers cannot read the folder, or the trainer would run the folder's own code.
@@ -89,9 +89,9 @@ def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> A
 
 
 def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: bool = False) -> int:
-    """Return the expert parallel size that keeps experts whole where ``rollout_tp`` ranks would cut a block of them; else 1.
+    """The expert parallel size that keeps experts whole if ``rollout_tp`` ranks would cut a block of them; else 1.
 
-    Also 1 for a remote model, or one that ``check_checkpoint`` rejects.
+    Also 1 for a remote model, and for one that ``check_checkpoint`` rejects.
     """
     from jetrl_patch.fp8.mixture import ExpertSplit
 
@@ -107,7 +107,7 @@ def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: 
 
 
 def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> list[str]:
-    """Return a line that names the layers which ``on_cut="bf16"`` keeps in BF16, if the model is a local folder."""
+    """A line with the layers that ``on_cut="bf16"`` keeps in BF16; nothing if there are none or the model is remote."""
     if config.on_cut == "refuse" or rollout_tp == 1:
         return []
     from jetrl_patch.models.layers import cut_words
@@ -118,7 +118,7 @@ def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) ->
 
 @functools.cache
 def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> None:
-    """Log, once per process, how much of a quantized model is FP8, if the model is a local folder."""
+    """Log, once per process, how much of a local model is FP8."""
     from jetrl_patch.fp8.convert import share_of
 
     split = _split(path, config, rollout_tp, rollout_ep) if config.fp8_rollout else None
@@ -142,9 +142,9 @@ def built(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tu
 
 
 def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple[Any, Any, Any] | None:
-    """Return the model on the meta device, its quantized layers and those that a split would cut.
+    """The model on the meta device, its quantized layers and those that a split would cut.
 
-    Returns None if the model is remote, or if ``check_checkpoint`` rejects it.
+    None if the model is remote, or if ``check_checkpoint`` rejects it.
     """
     from jetrl_patch.fp8.convert import split_layers
 
@@ -184,23 +184,17 @@ def _read(folder: str, trust_remote_code: bool) -> Any:
         raise _unreadable(f"config.json in {folder}", "a configuration that transformers knows", error) from error
 
 
-def check_model(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> None:
-    """Check the model's structure, family, quantized layers and norms, and the rollout's tensor and expert parallelism.
+def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> Iterator[JetrlError]:
+    """Check structure, family, quantized layers and norms of a model, and the rollout's tensor and expert parallelism.
 
     Args:
         hf_config: the Hugging Face config; the model is built on the meta device.
 
-    Raises:
+    Yields:
         ModelError: the structure is not supported; exact mode, smoothing or ``invariant_scale`` does not cover the family;
             there is nothing to quantize; a split cuts a block or is uneven.
         ConfigError: the checkpoint was scaled by another ``invariant_scale``; a guard with tensor parallelism.
     """
-    for problem in model_problems(hf_config, config, rollout_tp, rollout_ep):
-        raise problem
-
-
-def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> Iterator[JetrlError]:
-    """Yield all errors that ``check_model`` would raise, one by one."""
     from jetrl_patch.fp8.convert import split_layers
     from jetrl_patch.fp8.scaling import check_record, groups_of
     from jetrl_patch.measure.monitor import check_guard
@@ -225,7 +219,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
 
 
 def _unreadable(what: str, required: str, error: Exception) -> ModelError:
-    """One line for an error of transformers, which may fill a page."""
+    """An error of transformers, which may fill a page, in one line."""
     words = " ".join(str(error).split())
     found = f"{type(error).__name__}: {words if len(words) < 120 else words[:117] + '...'}"
     return ModelError(explain(what, required=required, found=found, fix=f"check the folder, or use {UNQUANTIZED}"))

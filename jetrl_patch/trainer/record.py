@@ -1,8 +1,8 @@
 """``jetrl.json``: the settings that a training checkpoint was saved with, compared before it is loaded.
 
-Master weights are FP32 in every precision, so a checkpoint of one precision loads without an error into a run of another, and
-training continues with an unexplained kink in its curve. A checkpoint without the file comes from an unpatched framework: BF16
-with FP32 optimizer states. Imports no torch.
+Master weights are FP32 in every precision. A checkpoint of one precision would load into a run of another without an error, and
+leave an unexplained kink in the training curve. A checkpoint without the file comes from an unpatched framework: BF16 with FP32
+optimizer states. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jetrl_patch.errors import ConfigError, differences, explain
 __all__ = ["ADAPTERS", "FILE", "check", "read", "write"]
 
 FILE = "jetrl.json"
-#: verl writes rank and alpha of LoRA into this file, beside the shards
+#: verl writes rank and alpha of LoRA into this file, next to the shards
 ADAPTERS = "lora_train_meta.json"
 
 
@@ -54,7 +54,7 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
 
     Args:
         optimizer: whether the optimizer states are loaded too; ``resume_any`` does not allow another kind of states.
-        elsewhere: the framework's setting for the folder, if a run that did not mean to resume can still choose another one.
+        elsewhere: the framework's setting for the folder, if a run that was not meant to resume can choose another one.
     """
     found = read(folder)
     where = f"resuming {folder}"
@@ -75,7 +75,7 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
 
 
 def _numbers(config: Config) -> dict[str, Any]:
-    """The settings that decide a run's numbers. ``invariant_scale`` is part of the weights, and is checked with them."""
+    """The settings that decide a run's numbers. ``invariant_scale`` is not among them: it is checked with the weights."""
     names = ["precision", "kv_cache", "head_dtype"]
     if config.quantized_rollout:
         names += ["align", "exclude", "on_cut", "rollout_granularity"]

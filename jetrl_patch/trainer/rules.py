@@ -1,4 +1,4 @@
-"""Check a framework's settings: findings, rules for settings that conflict, and the mark that processes compare."""
+"""Check a framework's settings: findings, rules for conflicting settings, and the mark that processes compare."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class Check:
 
     Attributes:
         name: what was checked, in a word or two.
-        state: "problem" stops a run; "unknown" could not be checked and may stop it; "warning" does not stop it; "skipped" does
-            not apply to it.
+        state: "problem" stops a run; "unknown" could not be checked and may stop it; "warning" and "skipped" do not.
         finding: what was found.
         to_do: what to do about it; empty if nothing.
     """
@@ -47,13 +46,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Memory:
-    """One row of the estimate of memory.
+    """One row of the memory estimate.
 
     Attributes:
         side: "trainer" or "rollout".
         what: what takes the memory.
-        bytes: on one rank; None if it is not known.
-        how: how the number comes about, or why there is none.
+        bytes: on one rank; None if unknown.
+        how: how the number was computed, or why there is none.
     """
 
     side: str
@@ -68,9 +67,9 @@ class Report:
 
     Attributes:
         config: the plugin's settings.
-        framework: the framework that the command starts; the checks judge only its runs. None without a command.
-        stopped: without a command: framework -> the check that stops its runs but not those of other frameworks.
-        memory: what the run would take on each rank, by estimate.
+        framework: the framework that the command starts, whose runs the checks judge; None without a command.
+        stopped: without a command: framework -> the check that stops only its runs.
+        memory: the estimated memory of the run on each rank.
     """
 
     config: Config | None = None
@@ -118,7 +117,7 @@ class Report:
 
 
 def from_error(name: str, error: BaseException) -> Check:
-    """Turn a JetrlError into a problem (see ``errors.split_fix``)."""
+    """A JetrlError as a problem (see ``errors.split_fix``)."""
     return Check(name, "problem", *split_fix(str(error)))
 
 
@@ -144,8 +143,8 @@ class Rule:
         required: what the plugin needs, as a noun phrase or a value.
         fix: what to do, as an imperative.
         scope: its modes: "all", "changed" (all but measure-only), "quantized" (rollout linears) or "exact".
-        error: ConflictError if another component does the same job, ConfigError if the plugin cannot support it.
-        absent: whether ``bad`` is also called for a missing setting (``None``), which otherwise breaks no rule.
+        error: ConflictError if another component does the same job, ConfigError if the plugin cannot support the setting.
+        absent: whether ``bad`` also judges a missing setting (``None``), which otherwise breaks no rule.
     """
 
     path: str
@@ -164,16 +163,16 @@ class Rule:
 
 
 def broken(
-    rules: Iterable[Rule], select: Callable[[str], Any], config: Config, name: Callable[[str], str], beside: str | None = None
+    rules: Iterable[Rule], select: Callable[[str], Any], config: Config, name: Callable[[str], str], mode: str = ""
 ) -> Iterator[JetrlError]:
     """Yield an error for each rule that a configuration breaks.
 
     Args:
         select: returns the value at a path, None if there is none.
         name: returns the user's name of a path.
-        beside: what the message names next to the setting; by default the mode.
+        mode: the plugin's setting that the message names; by default precision and align.
     """
-    mode = beside or f"precision={config.precision!r}, align={config.resolved_align!r}"
+    mode = mode or f"precision={config.precision!r}, align={config.resolved_align!r}"
     for rule in rules:
         if not rule.applies(config):
             continue
@@ -192,7 +191,7 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
 
 
 def temperature(path: str) -> Rule:
-    """The rule for the rollout's temperature: the trainer divides by it too, so vLLM must use it unchanged."""
+    """The rule for the rollout's temperature: the trainer divides by it too, so vLLM must not change it."""
     return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, "set it to 1.0", "exact")
 
 
@@ -233,7 +232,7 @@ def check_torchao(states: str) -> None:
         raise ConfigError(explain(f"optimizer_states={states!r}", required=needed, found="no installed torchao", fix=fix))
 
 
-# ---- The mark: settings that the driver passes to every process inside the framework's settings; each compares them with its own
+# ---- The mark: the plugin's settings, which the driver puts into the framework's and every process compares with its own
 
 #: key of the plugin's settings in a framework's settings and in reports
 MARK = "jetrl"

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight sync: what it records about a model, the precision guard, and shared state."""
+"""The trainer's end of a weight sync: the converted model as a ``Source``, the precision guard, and the state of a process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from jetrl_patch import registry, session
 from jetrl_patch.backends.quantize import Quantized
-from jetrl_patch.backends.transformer_engine import is_te_linear
-from jetrl_patch.backends.transformer_engine import quantize_weight as te_weight
+from jetrl_patch.backends.transformer_engine import is_te_linear, quantize_weight
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, SyncError, explain
 from jetrl_patch.exact.dispatch import chosen_attention
@@ -34,13 +33,13 @@ __all__ = ["Driver", "Followers", "Source", "Worker", "begin_sync", "convert", "
 # ---- The precision guard around a weight sync: the policy decides, the other models of the process follow
 
 class Followers:
-    """Models of this process that move layers to BF16 with the policy. Holds weak references only."""
+    """Models of this process that move layers to BF16 with the policy, as weak references."""
 
     def __init__(self) -> None:
         self._sources: list[weakref.ref[Source]] = []
 
     def add(self, source: Source) -> None:
-        """Let ``source`` follow from now on."""
+        """Let ``source`` follow the policy from now on."""
         self._sources.append(weakref.ref(source))
 
     def to_bf16(self, names: Iterable[str]) -> None:
@@ -55,14 +54,7 @@ class Followers:
 def begin_sync(
     source: Source, weights: Callable[[], Iterable[NamedTensor]], followers: Followers, quantizes: bool = True
 ) -> None:
-    """Agree across ranks and apply the guard's decision before the first byte of a sync. Collective.
-
-    Args:
-        weights: yields the full weights; called only if the guard decides at this sync.
-        quantizes: whether this rank quantizes them.
-
-    Raises SyncError if a layer cannot be moved. No engine knows about the sync then.
-    """
+    """Agree across ranks, and apply the guard's decision to policy and followers. Arguments as in ``Source.begin_sync``."""
     source.agree()
     followers.to_bf16(source.begin_sync(weights, quantizes))
 
@@ -95,14 +87,14 @@ def reset(*states: object) -> None:
         state.__init__()  # type: ignore[misc]
 
 
-# ---- The trainer's end of a weight sync: what it records of a model before the model is sharded --
+# ---- A converted model, recorded before the framework shards it -----------------------------------
 
 @dataclass(kw_only=True)
 class Source:
     """A converted model.
 
     Attributes:
-        layers: Hugging Face names of the quantized layers, also if only the rollout quantizes them.
+        layers: Hugging Face names of the quantized layers, even if only the rollout quantizes them.
         modules: the converted layers and the matrices of experts. Sharding keeps these objects.
         experts: the modules of experts, by name.
         shapes: name -> shape of every tensor that a weight sync sends.
@@ -111,7 +103,7 @@ class Source:
         monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
         guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
         base: what the last sync sent, with ``sync="delta"``; else None.
-        buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, even if the framework
+        buffers: the buffers stored in checkpoints, as module and attribute. A sync sends them in FP32, even if the framework
             yields only parameters.
     """
 
@@ -127,19 +119,19 @@ class Source:
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def agree(self) -> None:
-        """Make all training ranks agree before a sync, so that the weights do not depend on a rank's samples. Collective."""
+        """Agree on the smoothing across training ranks before a sync, although each rank saw other samples. Collective."""
         if self.smoother is not None:
             self.smoother.observer.agree()
 
     def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
-        """Apply the guard's decision before the first byte of a sync, on every rank. Returns the units it moved.
+        """Apply the guard's decision before a sync sends its first byte. Collective. Returns the units that it moved.
 
         Args:
             weights: yields the full weights once more; called only if the guard decides at this sync.
             quantizes: whether this rank sees the weights; other ranks only take part in the all-gather.
 
         Raises:
-            SyncError: a layer could not be moved to BF16. No engine knows about the sync then.
+            SyncError: a layer could not be moved to BF16. No engine has heard of the sync by then.
         """
         if self.monitor is None:
             return []
@@ -150,7 +142,7 @@ class Source:
         return new
 
     def end_sync(self) -> dict[str, float]:
-        """Return the metrics of the step after a sync, on every rank. Raises PrecisionError if they must stop the run."""
+        """Return the metrics of the step that the sync ends. Collective. Raises PrecisionError if they must stop the run."""
         return {} if self.monitor is None else self.monitor.end()
 
     def take_lines(self) -> list[str]:
@@ -158,11 +150,7 @@ class Source:
         return [] if self.monitor is None else self.monitor.take_lines()
 
     def to_bf16(self, names: Iterable[str]) -> None:
-        """Move layers to BF16 for good: all of them, or none with a SyncError. The experts of a block move together.
-
-        Args:
-            names: names of layers or units.
-        """
+        """Move layers or units to BF16 for good: all of them, or none with a SyncError. The experts of a block move together."""
         have = units(self.modules)
         new = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit in have]
         if not new:
@@ -173,13 +161,12 @@ class Source:
         except Exception as error:
             raise SyncError(
                 f"the precision guard could not take {', '.join(new)} out of FP8: {type(error).__name__}: {error}; "
-                f"nothing was synced. Exclude these layers, or leave guard_sqnr unset"
+                f"nothing was synced. Exclude these layers or unset guard_sqnr."
             ) from error
         moved = [layer for unit in new for layer in have[unit]]
         for layer in moved:
             del self.modules[layer]
-        gone = set(moved)
-        self.layers = [name for name in self.layers if name not in gone]
+        self.layers = [name for name in self.layers if name not in set(moved)]
         self.guarded += moved
         session.register_guarded(moved)
 
@@ -208,9 +195,10 @@ class Source:
 
     def quantize(self, layer: str, weight: torch.Tensor) -> Quantized:
         """Return the bytes and scales that this layer computes with: [N, K] in 128x128 blocks."""
-        if is_te_linear(self.modules[layer]):
-            return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
-        own: Quantized = self.modules[layer].fp8.quantized(weight)
+        state: Fp8State | None = getattr(self.modules[layer], "fp8", None)
+        if state is None:  # a layer of TransformerEngine, which has its own quantizer
+            return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
+        own = state.quantized(weight)
         if self.monitor is not None:
             self.monitor.see_weight(layer, weight, *own)
         return own
@@ -226,12 +214,12 @@ def convert(
     reference: bool = False,
     rollout_ep: int = 1,
 ) -> Source:
-    """Convert a loaded Hugging Face model in place, before it is wrapped, and record what syncs need.
+    """Convert a loaded Hugging Face model in place, before the framework wraps it, and record what syncs need.
 
     Args:
         shapes: shape of every tensor that the framework yields, by Hugging Face name.
         rollout_tp: tensor-parallel size of the rollout.
-        reference: whether the model is never trained; ``invariant_scale`` does not apply to it.
+        reference: whether the model is never trained. ``invariant_scale`` then does not apply.
         rollout_ep: expert-parallel size of the rollout.
 
     Raises:
@@ -241,7 +229,7 @@ def convert(
     from jetrl_patch.backends import choose_backend
 
     if config.quantized_rollout:
-        check_structure(model.config, config)  # the driver has only checked local folders
+        check_structure(model.config, config)  # the driver has checked only local folders
     check_guard(config, rollout_tp)
     sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
     layers = registry.models().prepare_model(model, config, device_type=device_type, **sizes)
@@ -272,9 +260,7 @@ def convert(
 
 
 def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
-    """Return the monitor of a model's layers.
-
-    None if it is off, if no layer is block FP8, or if the layers are TransformerEngine's.
+    """The monitor of a model's layers; None if it is off, if no layer is block FP8, or if the layers are TransformerEngine's.
 
     Raises:
         ConfigError: a guard is set, but TransformerEngine layers cannot leave FP8 one by one.

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config
     from torch.utils import _pytree as pytree
 
-    from jetrl_patch.trainer import optimizer as adamw
+    from tests.optim.states import state_bytes
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     assert not all(same(resumed, at_checkpoint))
     assert first.lr_scheduler.get_last_lr() == second.lr_scheduler.get_last_lr()
     if rank == 0:
-        kept, fp32 = adamw.state_bytes(first.basic_optimizer)
+        kept, fp32 = state_bytes(first.basic_optimizer)
         facts = {"kept": kept, "fp32": fp32, "class": type(first.basic_optimizer).__name__}
         print("FACTS " + json.dumps(facts))
     torch.distributed.destroy_process_group()

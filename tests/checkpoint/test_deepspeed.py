@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).with_name("deepspeed_script.py")
     ("stage", "ranks", "states"), [(1, 1, "fp8"), (2, 1, "8bit"), (2, 2, "fp8"), (3, 1, "8bit"), (3, 2, "8bit")]
 )
 def test_a_resumed_engine_does_the_next_steps_bit_for_bit(stage, ranks, states, tmp_path):
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
     done = subprocess.run(
         [*command, str(stage), str(tmp_path), states], env=environ, capture_output=True, text=True, timeout=500

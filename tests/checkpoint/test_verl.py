@@ -41,7 +41,8 @@ def model_dir(tmp_path_factory):
     ],
 )
 def test_a_resumed_engine_does_the_next_steps_bit_for_bit(strategy, ranks, states, model_dir, tmp_path):
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ = {**os.environ, **quiet, "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
     done = subprocess.run(
         [*command, strategy, model_dir, str(tmp_path), states], env=environ, capture_output=True, text=True, timeout=500

@@ -83,7 +83,7 @@ if __name__ == "__main__":
     assert not all(same(resumed, at_checkpoint)) and not all(same(at_checkpoint[: len(begun)], begun))
     assert first.lr_scheduler.get_last_lr() == second.lr_scheduler.get_last_lr() == [1e-3 * 4 / 8]
     if rank == 0:
-        from jetrl_patch.trainer.optimizer import state_bytes
+        from tests.optim.states import state_bytes
 
         kept, fp32 = state_bytes(first.optimizer)
         print("FACTS " + json.dumps({"kept": kept, "fp32": fp32, "class": type(first.optimizer).__name__}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from jetrl_patch.measure.monitor import Monitor, Watch, below, findings, with_pa
 from jetrl_patch.measure.statistics import MOST, Codes, Figures, sample
 from jetrl_patch.sync.protocol import MANIFEST, Manifest
 from jetrl_patch.sync.send import SyncStats
-from jetrl_patch.trainer.preflight import check_model
+from jetrl_patch.trainer.preflight import model_problems
 from jetrl_patch.trainer.source import Source, convert
 from tests.models import build
 
@@ -113,9 +114,9 @@ def test_a_guard_beside_a_tensor_parallel_rollout_is_refused() -> None:
     says = "required rollout tensor parallel size 1, found 2"
     with pytest.raises(ConfigError, match=says):
         convert(build("qwen3"), config, trainer.source.shapes, rollout_tp=2, device_type="cpu")
-    with pytest.raises(ConfigError, match=says):
-        check_model(trainer.model.config, config, 2)
-    check_model(trainer.model.config, config.replace(guard_sqnr=None), 2)
+    (problem,) = model_problems(trainer.model.config, config, 2)
+    assert isinstance(problem, ConfigError) and re.search(says, str(problem))
+    assert not list(model_problems(trainer.model.config, config.replace(guard_sqnr=None), 2))
 
 
 def test_bf16_has_nothing_to_measure() -> None:

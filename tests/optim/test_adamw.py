@@ -15,7 +15,8 @@ import torchao.optim
 from torchao.optim.adam import single_param_adam
 
 from jetrl_patch.trainer import optimizer as adamw
-from jetrl_patch.trainer.optimizer import SMALLEST, AdamW8bit, AdamWFp8, state_bytes
+from jetrl_patch.trainer.optimizer import SMALLEST, AdamW8bit, AdamWFp8
+from tests.optim.states import state_bytes
 
 CLASSES = [(AdamW8bit, torchao.optim.AdamW8bit), (AdamWFp8, torchao.optim.AdamWFp8)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}

@@ -98,7 +98,7 @@ def test_a_loader_that_drops_a_layer():
     engine = Engine()
     load = engine.load
     engine.load = lambda items: load([(n, t) for n, t in items if not n.startswith(Q)])
-    _fails(_sent(), match=f"{Q} was sent, but no part of it lies", engine=engine)
+    _fails(_sent(), match=f"{Q} was sent, but no part of it is", engine=engine)
 
 
 def test_a_loader_that_fails():
@@ -246,7 +246,7 @@ def test_a_wrong_slice_on_one_rank_is_found():
         engines[1].rank = 0  # loads the first half, too
 
     results, _ = _two_ranks([_sent(), _sent()], swap)
-    assert all("elements lie in the engine" in str(r) for r in results), results
+    assert all("elements are in the engine" in str(r) for r in results), results
 
 
 def test_manifest_round_trip():
