@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ from typing import Any, Literal
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config, environment
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, PatchError, differences, explain
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, differences, explain
 from jetrl_patch.models.structure import units
-from jetrl_patch.patching.guards import installed_version, module_exists, require_versions
+from jetrl_patch.patching.guards import require_versions
 from jetrl_patch.patching.journal import Journal
-from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_patch, find_target, watch
+from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_on_import, apply_patch, require_target, watch
 
 __all__ = [
     "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with", "asked_config",
@@ -289,7 +288,7 @@ class Session:
                 if isinstance(planned.what, Patch):
                     apply_patch(planned.what, module, self.journal, _gate(planned.what))
                 else:
-                    _run(planned.what, module, self.journal)
+                    apply_on_import(planned.what, module, self.journal)
                 planned.applied = True
             except BaseException as error:
                 self.error = error
@@ -315,7 +314,7 @@ def plan(asked: Config, adapters: Sequence[registry.Adapter]) -> Session:
         for what in changes:
             if not _wanted(what, config):
                 continue
-            _check_target(what)
+            require_target(what)
             planned.append(Planned(what))
     return Session(config, asked, adapters, versions, planned)
 
@@ -334,28 +333,6 @@ def _gate(patch: Patch) -> Callable[[], bool] | None:
 def _wanted(what: Patch | OnImport, config: Config) -> bool:
     """Whether to apply a patch. Nothing else reads ``upstream_fixes``."""
     return not what.fixes or bool(what.needed_by) or config.fixes_upstream
-
-
-def _check_target(what: Patch | OnImport) -> None:
-    if not module_exists(what.module):
-        root = what.module.split(".")[0]
-        version = installed_version(root)
-        raise PatchError(
-            f"{what.target} is missing: {root}{f' {version}' if version else ''} has no module {what.module}. "
-            f"Install a supported version of {root}; `jetrl doctor --status` lists them."
-        )
-    module = sys.modules.get(what.module)
-    if isinstance(what, Patch) and module is not None:
-        find_target(module, what.attr)
-
-
-def _run(what: OnImport, module: ModuleType, journal: Journal) -> None:
-    try:
-        what.apply(module, journal)
-    except JetrlError:
-        raise
-    except Exception as error:
-        raise PatchError(f"The patch {what.target} failed. {type(error).__name__}: {error}") from error
 
 
 def _note(error: BaseException, text: str) -> None:

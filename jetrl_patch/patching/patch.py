@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.errors import PatchError, explain
+from jetrl_patch.errors import JetrlError, PatchError, explain
+from jetrl_patch.patching.guards import installed_version, module_exists
 from jetrl_patch.patching.journal import Journal
 
 __all__ = [
-    "NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_patch", "find_target", "gated", "replacement", "watch",
+    "NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_on_import", "apply_patch", "find_target", "gated", "replacement",
+    "require_target", "watch",
 ]  # fmt: skip
 
 
@@ -123,6 +125,30 @@ def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:
     if inspect.isclass(owner):
         original = inspect.getattr_static(owner, name)
     return owner, name, original
+
+
+def require_target(change: Patch | OnImport) -> None:
+    """Raise PatchError unless the target exists; of a module that is not imported yet, unless its file does."""
+    if not module_exists(change.module):
+        root = change.module.split(".")[0]
+        version = installed_version(root)
+        raise PatchError(
+            f"{change.target} is missing: {root}{f' {version}' if version else ''} has no module {change.module}. "
+            f"Install a supported version of {root}; `jetrl doctor --status` lists them."
+        )
+    module = sys.modules.get(change.module)
+    if isinstance(change, Patch) and module is not None:
+        find_target(module, change.attr)
+
+
+def apply_on_import(change: OnImport, module: types.ModuleType, journal: Journal) -> None:
+    """Make the change. Raises PatchError with its name, or the JetrlError that it raises."""
+    try:
+        change.apply(module, journal)
+    except JetrlError:
+        raise
+    except Exception as error:
+        raise PatchError(f"The patch {change.target} failed. {type(error).__name__}: {error}") from error
 
 
 def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal, runs: Callable[[], bool] | None = None) -> None:
