@@ -239,7 +239,7 @@ class Receiver:
                 self._open(Manifest.decode(tensor))
             elif self._sync is None:
                 raise NotPatchedError(
-                    f"{name} arrived before {MANIFEST}, so the trainer that sent it is not patched; "
+                    f"{name} arrived before {MANIFEST}, so the trainer that sends it is not patched; "
                     f"set the same JETRL_* variables in every process and let the framework load its plugins"
                 )
             elif self._sync.committed:
