@@ -26,7 +26,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.modes import ROLLOUT_FORMATS
 from jetrl_patch.errors import VersionError
 from jetrl_patch.native import machine as support
-from jetrl_patch.patching import guards
+from jetrl_patch.patching import guards, patch
 from jetrl_patch.trainer import record
 from tests.models import config_of
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
@@ -329,10 +329,8 @@ def test_a_backend_that_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_target_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jetrl_patch.session as session
-
-    real = session.module_exists
-    monkeypatch.setattr(session, "module_exists", lambda name: name != "verl.utils.tracking" and real(name))
+    real = guards.module_exists
+    monkeypatch.setattr(patch, "module_exists", lambda name: name != "verl.utils.tracking" and real(name))
     check = named(doctor(status=1), "patches")
     assert check["state"] == "problem" and "verl.utils.tracking.Tracking.log is missing" in check["finding"]
 

@@ -39,7 +39,7 @@ def test_a_mark_that_is_missing_and_a_variable_that_only_one_side_has() -> None:
 
 
 def test_configs_that_differ_in_one_field_take_a_short_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_config", EXACT)
+    monkeypatch.setattr(session, "_session", session.Session(EXACT, EXACT, [], {}, []))
     with pytest.raises(ConflictError, match="required align='linear', found align='exact'") as caught:
         session.require_active("the worker", LINEAR)
     assert len(str(caught.value)) < 300
