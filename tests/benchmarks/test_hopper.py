@@ -481,6 +481,7 @@ def test_an_engine_serves_the_loads_of_its_mode(monkeypatch):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1800)
 def test_the_dry_run(tmp_path):
     """Every part runs its own code on this CPU, with real vLLM and verl."""
     run = start("--dry", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"))
