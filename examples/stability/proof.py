@@ -141,13 +141,15 @@ def table(runs: Mapping[Job, Run]) -> str:
         def mean(name: str, mine: Sequence[Run] = mine) -> float:
             return fmean(value for run in mine for _, value in run.series(name))
 
+        # a run without a correction masks nothing
+        masked = "–" if arm.correction == "none" else f"{mean('jetrl/masked_fraction'):.1%}"
         name = f"`{arm.precision}`" + ", exact" * arm.config.exact + f", {arm.align}" * bool(arm.align)
         name += f" + `{arm.correction}`" * (arm.correction != "none")
         pairs = ((found.score, exact.score), (found.held_out, exact.held_out))
         compared = ["–" if arm == EXACT else below(ours, theirs) for ours, theirs in pairs]
         lines.append(
             f"| `{title}` | {name} | {len(mine)} | {figure(mean('jetrl/logp_abs_diff_mean'))} | {figure(mean('jetrl/k3_kl'))} "
-            f"| {mean('jetrl/bit_equal_fraction'):.0%} | {mean('actor/pg_clipfrac'):.1%} | {mean('jetrl/masked_fraction'):.1%} "
+            f"| {mean('jetrl/bit_equal_fraction'):.0%} | {mean('actor/pg_clipfrac'):.1%} | {masked} "
             f"| {mean('actor/grad_norm'):.1f} | {spread(found.score)} | {compared[0]} | {spread(found.held_out)} | {compared[1]} "
             f"| {spread(found.trainer)} |"
         )
