@@ -111,7 +111,8 @@ def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.
 
     Args:
         correction: (kind, interval), as an adapter reads them from the framework's settings; None if it has no name.
-        log_ratio, mask: as in ``applied``.
+        log_ratio: as in ``applied``.
+        mask: as in ``applied``.
     """
     kind, (low, high) = correction or ("none", (0.0, 0.0))
     if kind == "none":
