@@ -52,12 +52,13 @@ CONTEXTS = {
     3840: (256, 512, 2),
 }
 #: GRPO from the warm start in exact mode: the policy after each of these steps is a state of training
-AFTER = (20, 100)
+AFTER = (20, 40)
 GRPO = Job(
     arm=Arm(precision="fp8-unified"),
     seed=0,
     setting=Setting(
-        task="smollm2", steps=100, learning_rate=1e-5, prompts=2, group=8, response_tokens=32, validate_every=20, held_out=64
+        task="smollm2", steps=AFTER[-1], learning_rate=1e-5, prompts=2, group=8, response_tokens=32, validate_every=20,
+        held_out=64,
     ),
     export=BUILD / "smollm2-grpo",
 )
