@@ -34,8 +34,8 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-#: Both tiles have at least the 64 rows that FP8 ``wgmma`` needs (16 or 32 rows would become FP16 ``mma.sync``). The narrow one is
-#: for layers with few output features: it doubles the number of programs, which a decode step needs
+#: Both tiles have at least the 64 rows that FP8 ``wgmma`` needs; 16 or 32 rows would become half-precision ``mma.sync``. The
+#: narrow one is for layers with few output features: it doubles the number of programs, which a decode step needs
 NARROW = Tile(rows=128, columns=64, warps=4, stages=4, per_sm=2)
 WIDE = Tile(rows=128, columns=128, warps=8, stages=4, per_sm=1)
 WIDE_FROM = 8192
