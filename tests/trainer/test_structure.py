@@ -54,7 +54,7 @@ def latent() -> Any:
     [
         (experts, r"required a dense model.*found num_experts=4\. Use a dense"),
         (vision, r"required one text model, or .*found text_config and vision_config\."),
-        (latent, r"vLLM transforms MLA's once.*found kv_lora_rank=128\."),
+        (latent, r"vLLM transforms MLA's weights once.*found kv_lora_rank=128\."),
     ],
 )
 def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, config: Config, make: Any, says: str) -> None:
@@ -116,7 +116,7 @@ def test_trusting_remote_code_leaves_nothing_unchecked(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["auto_map"] = {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.MyModel"}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=r"found auto_map for AutoConfig, AutoModelForCausalLM in config\.json\. Take"):
+    with pytest.raises(ModelError, match=r"found auto_map for AutoConfig, AutoModelForCausalLM in config\.json\. Remove"):
         check_checkpoint(tmp_path, LINEAR, 1, trust_remote_code=True)
     assert check_checkpoint(tmp_path, LINEAR, 1).model_type == "qwen3"  # nobody runs that code then
 

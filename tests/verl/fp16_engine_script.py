@@ -19,9 +19,13 @@ if __name__ == "__main__":
     from fsdp_engine import batch_of, build  # in this folder
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.adapters.verl.precision import figures, wanted
+    from jetrl_patch.adapters.verl.precision import wanted
+    from jetrl_patch.adapters.verl.state import WORKER
     from jetrl_patch.config import Config
     from jetrl_patch.errors import ConflictError, PrecisionError, SyncError
+
+    def figures():
+        return WORKER.loss_scale.figures()
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
