@@ -25,7 +25,7 @@ from jetrl_patch.adapters.openrlhf import (
     transport,
 )  # fmt: skip
 from jetrl_patch.adapters.openrlhf.vision import VISION
-from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.patching.patch import NO_REPORT, needed
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
 _ACTORS = "OpenRLHF loads plugins in its Ray actors (an entry point or a hook in BaseModelActor), with the driver's arguments"
@@ -268,7 +268,7 @@ class OpenRLHFAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches that these settings need."""
-        return [patch for patch in (*PATCHES, *VISION) if patch.when is None or patch.when(config)]
+        return needed((*PATCHES, *VISION), config)
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from jetrl_patch.patching.patch import needed
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
@@ -56,7 +57,7 @@ class TransformersAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Patch the search for packed rows in exact mode."""
-        return (PACKED_ROWS,) if config.exact else ()
+        return needed((PACKED_ROWS,), config)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Register sequence-parallel attention in every mode, and exact attention and FP8 experts in modes that have them."""

@@ -27,7 +27,7 @@ from jetrl_patch.adapters.verl import (
 from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.adapters.verl.vision import VISION
 from jetrl_patch.patching.guards import is_installed
-from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.patching.patch import NO_REPORT, needed
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
 _CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
@@ -391,7 +391,7 @@ class VerlAdapter(Adapter):
         """Return the patches that these settings need, for the engines that are installed."""
         engines = (MEGATRON if is_installed("megatron.core") else ()) + (VEOMNI if is_installed("veomni") else ())
         logits = () if wants_float_logits() else (TEMPERATURE,)
-        return [patch for patch in (*PATCHES, *VISION, *engines, *logits) if patch.when is None or patch.when(config)]
+        return needed((*PATCHES, *VISION, *engines, *logits), config)
 
     def services(self) -> Services:
         """Offer verl's settings, models and shard merger to the core."""

@@ -77,7 +77,7 @@ def serve(job: Job, loads: Sequence[Load]) -> list[Row]:
     for load in loads:
         try:
             rows.append(load._asdict() | _time(engine, load, job.temperature))
-        except Exception as error:
+        except Exception as error:  # the row says so, and the other loads still run
             rows.append(load._asdict() | {"note": f"{type(error).__name__}: {error}"[:200]})
     engine.llm_engine.engine_core.shutdown()
     return rows

@@ -53,6 +53,7 @@ CONTEXTS = {
 }
 #: GRPO from the warm start in exact mode: the policy after each of these steps is a state of training
 AFTER = (20, 40)
+POLICIES = BUILD / "smollm2-grpo"
 GRPO = Job(
     arm=Arm(precision="fp8-unified"),
     seed=0,
@@ -60,7 +61,7 @@ GRPO = Job(
         task="smollm2", steps=AFTER[-1], learning_rate=1e-5, prompts=2, group=8, response_tokens=32, validate_every=20,
         held_out=64,
     ),
-    export=BUILD / "smollm2-grpo",
+    export=POLICIES,
 )
 #: (precision, align) -> column and colour
 MODES = {
@@ -102,9 +103,8 @@ class Point:
 
 def points() -> list[Point]:
     """All points."""
-    assert GRPO.export is not None
     states = {"as it comes": SMOLLM2, "after the warm start": LEARNER}
-    states |= {f"after {steps} steps of GRPO": GRPO.export / str(steps) for steps in AFTER}
+    states |= {f"after {steps} steps of GRPO": POLICIES / str(steps) for steps in AFTER}
     return [
         Point("depth", "toy, 4", CHECKPOINT),
         *(Point("depth", str(layers), BUILD / f"smollm2-{layers}-layers") for layers in CUTS),
@@ -121,9 +121,8 @@ def points() -> list[Point]:
 
 def train() -> None:
     """Train the policies of ``AFTER``, once; goes on where it was interrupted."""
-    assert GRPO.export is not None
-    if not (GRPO.export / str(GRPO.setting.steps)).exists():
-        sweep([GRPO], GRPO.export, wide_console(), resume=True)
+    if not (POLICIES / str(AFTER[-1])).exists():
+        sweep([GRPO], POLICIES, wide_console(), resume=True)
 
 
 def prepare() -> None:

@@ -147,8 +147,7 @@ def run(
         if step % setting.validate_every == 0 or step == setting.steps:
             metrics |= validate()
             if export is not None:
-                policy.export(export / str(step))
-                questions.tokenizer.save_pretrained(export / str(step))
+                policy.export(export / str(step), questions.tokenizer)
         if step == setting.steps:
             emit(step, metrics)
             return

@@ -61,10 +61,11 @@ class Policy:
         self.schedule.load_state_dict(state["schedule"])
         self._install()
 
-    def export(self, folder: Path) -> None:
-        """Write the compute weights to ``folder`` as a Hugging Face checkpoint, which appears there at once."""
+    def export(self, folder: Path, tokenizer: Any) -> None:
+        """Write the compute weights and the tokenizer to ``folder``, as a Hugging Face checkpoint that appears there at once."""
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         self.model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,8 +18,8 @@ from jetrl_patch.patching.guards import installed_version, module_exists
 from jetrl_patch.patching.journal import Journal
 
 __all__ = [
-    "NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_on_import", "apply_patch", "find_target", "gated", "replacement",
-    "require_target", "watch",
+    "NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_on_import", "apply_patch", "find_target", "gated", "needed",
+    "replacement", "require_target", "watch",
 ]  # fmt: skip
 
 
@@ -85,6 +85,11 @@ class OnImport:
     def target(self) -> str:
         """The dotted name for people and errors."""
         return f"{self.module}:{self.name}"
+
+
+def needed(patches: Iterable[Patch], config: Any) -> list[Patch]:
+    """The patches whose replacement runs with these settings (a ``Config``)."""
+    return [patch for patch in patches if patch.when is None or patch.when(config)]
 
 
 def replacement(body: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -155,7 +160,8 @@ def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal, runs: 
     """Replace the target with what ``patch.make`` returns for it.
 
     Args:
-        runs: called with each call of a replaced function; if it returns false, the original runs. None: it never does.
+        runs: asked at each call of a replaced function; if it returns false, the original runs. None: the replacement always
+            runs.
 
     Raises PatchError with the target's name.
     """
