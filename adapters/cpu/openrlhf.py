@@ -14,7 +14,7 @@ from typing import Any
 
 from jetrl_patch.adapters.cpu import LOGICAL_GPUS, CpuPatch
 from jetrl_patch.patching.guards import is_installed
-from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.patching.patch import NO_REPORT, replacement
 from jetrl_patch.registry import Journal, OnImport
 
 # ---- A substitute for ``flash_attn``, which OpenRLHF imports unconditionally ----------------------
@@ -146,31 +146,25 @@ def _on_import(openrlhf: ModuleType, journal: Journal) -> None:
         )  # fmt: skip
 
 
-def _mesh(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return init_device_mesh
+@replacement
+def _mesh(original: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+    return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
-def _ds_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_ds_config(*args: Any, **kwargs: Any) -> Any:
-        config = original(*args, **kwargs)
-        if config.get("optimizer", {}).get("type") == "AdamW":
-            config["optimizer"]["params"]["torch_adam"] = True
-        for part in ("offload_optimizer", "offload_param"):
-            if "pin_memory" in config["zero_optimization"].get(part, {}):
-                config["zero_optimization"][part]["pin_memory"] = False
-        return config
-
-    return get_ds_config
+@replacement
+def _ds_config(original: Any, *args: Any, **kwargs: Any) -> Any:
+    config = original(*args, **kwargs)
+    if config.get("optimizer", {}).get("type") == "AdamW":
+        config["optimizer"]["params"]["torch_adam"] = True
+    for part in ("offload_optimizer", "offload_param"):
+        if "pin_memory" in config["zero_optimization"].get(part, {}):
+            config["zero_optimization"][part]["pin_memory"] = False
+    return config
 
 
-def _moving_average(original: Callable[..., Any]) -> Callable[..., Any]:
-    def moving_average(self: Any, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> Any:
-        return original(self, model, model_ema, beta, "cpu" if device == "cuda" else device)
-
-    return moving_average
+@replacement
+def _moving_average(original: Any, self: Any, model: Any, ema: Any, beta: float = 0.992, device: str = "cpu") -> Any:
+    return original(self, model, ema, beta, "cpu" if device == "cuda" else device)
 
 
 class GlooGroup:
@@ -191,64 +185,52 @@ class GlooGroup:
         self._group.broadcast([tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor], options).wait()
 
 
-def _group(original: Callable[..., Any]) -> Callable[..., Any]:
-    def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device: Any) -> Any:
-        return GlooGroup(master_address, master_port, rank, world_size)
-
-    return stateless_init_process_group
+@replacement
+def _group(original: Any, master_address: str, master_port: int, rank: int, world_size: int, device: Any) -> Any:
+    return GlooGroup(master_address, master_port, rank, world_size)
 
 
-def _fp16(original: Callable[..., Any]) -> Callable[..., Any]:
-    def is_fp16_supported(self: Any) -> bool:
-        return True
-
-    return is_fp16_supported
+@replacement
+def _fp16(original: Any, self: Any) -> bool:
+    return True
 
 
-def _update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
+@replacement
+def _update_weight(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
 
-        class CudaToCpu(torch.overrides.TorchFunctionMode):
-            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                kwargs = dict(kwargs or {})
-                if str(kwargs.get("device", "")).startswith("cuda"):
-                    kwargs["device"] = "cpu"
-                return function(*args, **kwargs)
+    class CudaToCpu(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
 
-        with CudaToCpu():
-            return original(self, *args, **kwargs)
-
-    return update_weight
-
-
-def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gather(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = original(self, *args, **kwargs)
-        if handle is not None and hasattr(handle, "wait"):
-            handle.wait()
-        return handle
-
-    return gather
-
-
-def _executor(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.distributed_executor_backend == "ray":
-            self.distributed_executor_backend = "mp"
+    with CudaToCpu():
         return original(self, *args, **kwargs)
 
-    return create_engine_config
+
+@replacement
+def _wait(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    handle = original(self, *args, **kwargs)
+    if handle is not None and hasattr(handle, "wait"):
+        handle.wait()
+    return handle
 
 
-def _ray_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(address: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        own = address in (None, "local") and not os.environ.get("RAY_ADDRESS")
-        if own and "openrlhf" in sys.modules:
-            kwargs |= {name: value for name, value in _CLUSTER.items() if kwargs.get(name) is None}
-        return original(address, *args, **kwargs)
+@replacement
+def _executor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.distributed_executor_backend == "ray":
+        self.distributed_executor_backend = "mp"
+    return original(self, *args, **kwargs)
 
-    return init
+
+@replacement
+def _ray_init(original: Any, address: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    own = address in (None, "local") and not os.environ.get("RAY_ADDRESS")
+    if own and "openrlhf" in sys.modules:
+        kwargs |= {name: value for name, value in _CLUSTER.items() if kwargs.get(name) is None}
+    return original(address, *args, **kwargs)
 
 
 HOOKS = (

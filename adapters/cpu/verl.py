@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch.adapters.cpu import CpuPatch, vllm_cpu_version
+from jetrl_patch.patching.patch import replacement
 
 # ---- The Hydra overrides of a CPU run ------------------------------------------------------------
 # They fit the run to a CPU, whatever the precision. ``python -m jetrl_patch.adapters.cpu.verl`` prints them for a shell.
@@ -52,75 +53,61 @@ if __name__ == "__main__":
 # ---- Patches for verl 0.9.1 on a CPU -------------------------------------------------------------
 # The patch that makes weights reloadable on a CPU is in the vLLM adapter, because vLLM needs it without verl too.
 
-def _version(original: Callable[[str], str]) -> Callable[[str], str]:
-    def version(distribution_name: str) -> str:
-        found = vllm_cpu_version() if distribution_name == "vllm" else None
-        return original(distribution_name) if found is None else found
-
-    return version
+@replacement
+def _version(original: Any, distribution_name: str) -> Any:
+    found = vllm_cpu_version() if distribution_name == "vllm" else None
+    return original(distribution_name) if found is None else found
 
 
-def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(backend, str) and backend.replace(" ", "") == "cpu:gloo,cpu:gloo":
-            backend = "cpu:gloo"
-        return original(backend, *args, **kwargs)
-
-    return init_process_group
+@replacement
+def _init_process_group(original: Any, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(backend, str) and backend.replace(" ", "") == "cpu:gloo,cpu:gloo":
+        backend = "cpu:gloo"
+    return original(backend, *args, **kwargs)
 
 
-def _check_sync_module_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _check_module_states_for_sync_module_states(module_states: Any) -> None:
-        if any(state.device.type != "cpu" for state in module_states):
-            original(module_states)
-
-    return _check_module_states_for_sync_module_states
+@replacement
+def _check_sync_module_states(original: Any, module_states: Any) -> None:
+    if any(state.device.type != "cpu" for state in module_states):
+        original(module_states)
 
 
-def _fsdp1_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(kwargs.get("device_id"), "type", None) == "cpu":
-            kwargs["cpu_offload"] = None
-        original(self, module, *args, **kwargs)
-
-    return __init__
+@replacement
+def _fsdp1_init(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    if getattr(kwargs.get("device_id"), "type", None) == "cpu":
+        kwargs["cpu_offload"] = None
+    original(self, module, *args, **kwargs)
 
 
-def _load_fsdp_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_fsdp_model_to_gpu(model: Any) -> None:
-        from verl.utils.fsdp_utils import fsdp_version
+@replacement
+def _load_fsdp_model(original: Any, model: Any) -> None:
+    from verl.utils.fsdp_utils import fsdp_version
 
-        if fsdp_version(model) != 1:
-            original(model)
-
-    return load_fsdp_model_to_gpu
+    if fsdp_version(model) != 1:
+        original(model)
 
 
-def _offload_policy(original: Callable[..., Any]) -> Callable[..., Any]:
-    def CPUOffloadPolicy(pin_memory: bool = True) -> Any:
-        return original(pin_memory=False)
-
-    return CPUOffloadPolicy
+@replacement
+def _offload_policy(original: Any, pin_memory: bool = True) -> Any:
+    return original(pin_memory=False)
 
 
-def _receive_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    def receive_weights(self: Any, on_bucket_received: Callable[..., Any]) -> Any:
-        def with_copies(weights: list[tuple[str, Any]], is_last: bool) -> None:
-            on_bucket_received([(name, tensor.clone()) for name, tensor in weights], is_last)
+@replacement
+def _receive_weights(original: Any, self: Any, on_bucket_received: Callable[..., Any]) -> Any:
+    def with_copies(weights: list[tuple[str, Any]], is_last: bool) -> None:
+        on_bucket_received([(name, tensor.clone()) for name, tensor in weights], is_last)
 
-        return original(self, on_bucket_received=with_copies)
-
-    return receive_weights
+    return original(self, on_bucket_received=with_copies)
 
 
-def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-        from transformers import AutoModelForTokenClassification
+@replacement
+def _load_valuehead_model(
+    original: Any, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool
+) -> Any:
+    from transformers import AutoModelForTokenClassification
 
-        settings = {"torch_dtype": torch_dtype, "config": model_config, "trust_remote_code": trust_remote_code}
-        return AutoModelForTokenClassification.from_pretrained(local_path, attn_implementation="sdpa", **settings)
-
-    return load_valuehead_model
+    settings = {"torch_dtype": torch_dtype, "config": model_config, "trust_remote_code": trust_remote_code}
+    return AutoModelForTokenClassification.from_pretrained(local_path, attn_implementation="sdpa", **settings)
 
 
 #: the open request for CPU support in verl

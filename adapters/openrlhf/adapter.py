@@ -37,10 +37,8 @@ _STATE = "OpenRLHF's DeepspeedStrategy.save_ckpt and load_ckpt have a hook for e
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "openrlhf.utils", "get_strategy", settings.get_strategy,
-        reason="OpenRLHF does not know which arguments conflict with jetrl_patch; this check rejects them before any actor "
-        "starts, and stores the settings in them",
-        remove_when="openrlhf.cli.train_ppo_ray calls plugins (for example by entry points) with its parsed arguments before "
-        "it starts an actor",
+        reason="OpenRLHF does not know jetrl_patch; this rejects conflicting arguments before actors start, and stores settings",
+        remove_when="openrlhf.cli.train_ppo_ray calls plugins (such as entry points) with its arguments before it starts actors",
     ),
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer._init_vllm_sync_group", startup.init_vllm_sync_group,
@@ -86,8 +84,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.utils.file_baton", "FileBaton.wait", startup.wait,
-        reason="a process that is killed while DeepSpeed compiles its operators leaves a lock file, and every later run waits "
-        "for it forever",
+        reason="a process killed while DeepSpeed compiles its operators leaves a lock file, and later runs wait for it forever",
         upstream="https://github.com/pytorch/pytorch/issues/189245",
         remove_when="the oldest supported PyTorch releases the FileBaton lock when its owner dies (pytorch#190543)",
         fixes="torch",
@@ -100,14 +97,12 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.__init__", sync.trainer_init,
-        reason="OpenRLHF samples its first batch before any weight sync, so trainer and rollout would not have been compared "
-        "yet",
+        reason="OpenRLHF samples its first batch before any weight sync, when trainer and rollout have not been compared",
         remove_when="OpenRLHF calls broadcast_to_vllm before it samples the first batch",
     ),
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.broadcast_to_vllm", sync.broadcast_to_vllm,
-        reason="OpenRLHF sends BF16 weights one remote call at a time and the rollout quantizes them again; this sends the "
-        "trainer's own FP8 bytes and scales in buckets",
+        reason="OpenRLHF sends a BF16 weight per remote call, quantized again later; this sends buckets of FP8 bytes and scales",
         remove_when="OpenRLHF's ActorPPOTrainer.broadcast_to_vllm sends FP8 bytes with scales, several tensors per remote call",
     ),
     Patch(
@@ -146,8 +141,7 @@ PATCHES: tuple[Patch, ...] = (
         when=lambda config: config.same_log_probs,
         reason="vLLM masks EOS at the first token of a response (min_tokens=1) but OpenRLHF's trainer does not; its log-prob "
         "function must know where responses begin",
-        remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or Actor.forward masks EOS at the first response "
-        "token",
+        remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or Actor.forward masks EOS at a response's start",
     ),
     Patch(
         "openrlhf.models.actor", "log_probs_from_logits", logprob.log_probs_from_logits,
@@ -180,8 +174,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.training_step", logprob.training_step,
         when=lambda config: config.skips_old_pass,
-        reason="OpenRLHF would use the rollout's log-probs as the trainer's without a check; this compares them in the first "
-        "update",
+        reason="OpenRLHF would use the rollout's log-probs as the trainer's unchecked; this compares them in the first update",
         remove_when="OpenRLHF's ActorPPOTrainer.training_step compares rollout and trainer log-probs before the backward pass",
     ),
     Patch(
@@ -214,8 +207,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", model.ppo_train,
         when=lambda config: config.fp8_train,
-        reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
-        "would quantize it again",
+        reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
         remove_when=_FIRST,
     ),
     Patch(

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.patching.patch import needed
+from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
 
-def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def find_packed_sequence_indices(original: Any, position_ids: Any) -> Any:
     """Wrap ``masking_utils.find_packed_sequence_indices``, which waits for the device to see whether there is one sequence.
 
     If the framework has set an upper bound on the number of sequences, this returns the indices without waiting. For a single
     sequence they are all equal, which masks nothing. Exact attention does not read them.
     """
+    import torch
 
-    def find_packed_sequence_indices(position_ids: Any) -> Any:
-        import torch
+    from jetrl_patch.exact import attention
 
-        from jetrl_patch.exact import attention
-
-        if attention.bound(position_ids) is None:
-            return original(position_ids)
-        begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-        return begins.cumsum(-1)
-
-    return find_packed_sequence_indices
+    if attention.bound(position_ids) is None:
+        return original(position_ids)
+    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1)
 
 
 # ---- The adapter ---------------------------------------------------------------------------------

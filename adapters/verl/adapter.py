@@ -39,19 +39,14 @@ _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _CALLS_PLUGINS = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
 _STATE = "verl's BaseCheckpointManager has callbacks in save_checkpoint and load_checkpoint for extra state such as jetrl.json"
 _VEOMNI_CALLS = "verl's VeOmniEngine._build_model_optimizer has a hook for the built model, before build_parallelize_model"
-_FIRST_BATCH = (
-    "verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a step only"
-)
-_COPIES = (
-    "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU have finished"
-)
+_FIRST_BATCH = "verl's bypass_mode loss logs the log-probs' mismatch, over the first mini-batch of a step only"
+_COPIES = "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU"
 
 #: ``when`` says which settings need one
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "verl.utils.config", "validate_config", settings.settled,
-        reason="verl does not know which of its settings conflict with jetrl_patch; this check rejects them before Ray starts "
-        "and fills in missing ones",
+        reason="verl does not know jetrl_patch; this rejects conflicting settings before Ray starts and fills in missing ones",
         remove_when=_CALLS_PLUGINS,
     ),
     Patch(
@@ -76,8 +71,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "verl.trainer.ppo.ray_trainer", "RayPPOTrainer._compute_old_log_prob", metrics.v0_old_log_prob,
-        reason="without a correction verl does not log how trainer and rollout log-probs differ, and outside bypass mode it "
-        "always recomputes them (V0)",
+        reason="without a correction verl does not log the mismatch, and outside bypass mode it always recomputes log-probs (V0)",
         remove_when="verl removes the V0 trainer (verl.trainer.ppo.ray_trainer.RayPPOTrainer)",
         upstream="https://github.com/verl-project/verl/issues/3996",
     ),
@@ -88,8 +82,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "verl.trainer.ppo.v1.trainer_base", "PPOTrainer._compute_old_log_prob", metrics.v1_old_log_prob,
-        reason="without a correction verl does not log how trainer and rollout log-probs differ, and outside bypass mode it "
-        "always recomputes them (V1)",
+        reason="without a correction verl does not log the mismatch, and outside bypass mode it always recomputes log-probs (V1)",
         remove_when="verl's PPOTrainer._compute_old_log_prob logs the mismatch without rollout_correction, and can take the "
         "rollout's log-probs after a check",
         upstream="https://github.com/verl-project/verl/issues/3996",
@@ -97,8 +90,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "verl.utils.tracking", "Tracking.log", metrics.log,
         reason="jetrl_patch's metrics would not reach the user's loggers",
-        remove_when="verl's CheckpointEngineManager.update_weights returns metrics that the trainers log, or Tracking.log "
-        "has a hook for extra metrics",
+        remove_when="verl logs what CheckpointEngineManager.update_weights returns, or Tracking.log has a hook for extra metrics",
     ),
     Patch(
         "verl.checkpoint_engine.base", "CheckpointEngineManager.update_weights", metrics.manager_update_weights,
@@ -109,8 +101,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "verl.workers.engine_workers", "ActorRolloutRefWorker.init_model", sync.init_model,
         reason="a worker with settings other than the trainer loop's would silently build a different model",
-        remove_when="verl starts its plugins (entry points verl.plugins) in each worker with the driver's config, and fails if "
-        "a plugin does",
+        remove_when="verl starts its plugins (verl.plugins) in each worker with the driver's config, and fails if a plugin does",
     ),
     Patch(
         "verl.workers.engine_workers", "ActorRolloutRefWorker.update_weights", sync.worker_update_weights,
@@ -121,8 +112,7 @@ PATCHES: tuple[Patch, ...] = (
         _ENGINE, "FSDPEngine._build_module", model.build_module,
         reason="verl's FSDP engine cannot train in FP8; this converts the model after loading, before LoRA, QAT or FSDP wrap "
         "it. Value models are not converted",
-        remove_when="verl's FSDPEngine._build_module has a hook for the loaded model; verl#4325 (FP8 by torchao) would not end "
-        "it",
+        remove_when="verl's FSDPEngine._build_module has a hook for the loaded model; verl#4325 (FP8 by torchao) adds none",
         upstream="https://github.com/verl-project/verl/pull/4325",
     ),
     Patch(
@@ -131,8 +121,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="verl runs the Ulysses all-to-all only around flash attention: with sdpa or eager each rank silently attends "
         "within its own slice. Exact mode and VeOmni have their own all-to-all",
         upstream=NO_REPORT,
-        remove_when="verl.models.transformers.monkey_patch adds the all-to-all to sdpa and eager too, or rejects them under "
-        "Ulysses",
+        remove_when="verl.models.transformers.monkey_patch adds the all-to-all to sdpa and eager, or rejects them under Ulysses",
         fixes="verl",
     ),
     Patch(
@@ -143,8 +132,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         _ENGINE, "FSDPEngine._merged_lora_per_tensor_param", lora.merged_lora_per_tensor_param,
-        reason="verl's merge for a sync rounds differently from the layers that trained, and copies all weights to the CPU to "
-        "restore them",
+        reason="verl's merge for a sync rounds unlike the layers that trained, and copies all weights to the CPU and back",
         remove_when="verl.utils.fsdp_utils.merged_lora_context yields the same merged weights that the LoRA layers compute with",
     ),
     Patch(
@@ -164,8 +152,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         _CHECKPOINT, "FSDPCheckpointManager.save_checkpoint", checkpoint.save_checkpoint,
-        reason="verl's checkpoints do not record the precision settings they were saved with. Megatron checkpoints are not "
-        "covered",
+        reason="verl's checkpoints do not record the precision settings of their run. Megatron checkpoints are not covered",
         remove_when=_STATE,
     ),
     Patch(
@@ -175,15 +162,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         _ENGINE, "FSDPEngine.get_per_tensor_param", sync.get_per_tensor_param,
-        reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's own FP8 bytes and "
-        "scales, and BF16 for the rest",
+        reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's FP8 bytes and scales",
         remove_when="verl's FSDPEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
     ),
     Patch(
         "verl.workers.rollout.vllm_rollout.vllm_rollout", "ServerAdapter.update_weights", sync.server_update_weights,
         reason="verl's sender waits forever for a vLLM worker that died",
-        remove_when="the oldest supported verl contains verl#7366, which gives the sender a timeout and reports the receiver's "
-        "errors",
+        remove_when="the oldest supported verl contains verl#7366: a timeout for the sender, and the receiver's errors reported",
         upstream="https://github.com/verl-project/verl/pull/7366",
     ),
     Patch(
@@ -198,8 +183,7 @@ PATCHES: tuple[Patch, ...] = (
         transport.update_weights_from_ipc,
         always="an unpatched engine must reject a patched trainer",
         reason="verl loads each bucket without checking what arrived, and quantizes FP8 weights again",
-        remove_when="verl's vLLMColocateWorkerExtension.update_weights_from_ipc loads FP8 bytes unchanged and checks that "
-        "every tensor arrived intact",
+        remove_when="verl's update_weights_from_ipc loads FP8 bytes unchanged and checks that every tensor arrived intact",
         upstream="https://github.com/verl-project/verl/pull/7986",
     ),
     Patch(
@@ -225,8 +209,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
         when=lambda config: config.exact,
-        reason="verl does not pass the number of sequences in a packed row to the model, so exact attention would stall on the "
-        "GPU to count them",
+        reason="the model does not learn how many sequences a packed row has, so exact attention would stall the GPU to count",
         remove_when="verl's FSDPEngineWithLMHead.prepare_model_inputs passes the model the number of sequences, or their "
         "boundaries as a CPU tensor",
     ),
@@ -249,22 +232,18 @@ PATCHES: tuple[Patch, ...] = (
         "verl.utils.experimental.torch_functional", "FusedLinearForPPO.forward", logprob.forward,
         when=lambda config: config.same_log_probs,
         reason="verl's fused log-probs use a matmul that depends on the batch, and divide by the temperature in BF16",
-        remove_when="verl's FusedLinearForPPO.forward calls the model's own lm_head and computes temperature and log-softmax "
-        "in FP32",
+        remove_when="verl's FusedLinearForPPO.forward calls the model's lm_head, and applies temperature and log-softmax in FP32",
     ),
     Patch(
         _ENGINE, "FSDPEngine.forward_backward_batch", model.forward_backward_batch,
         when=lambda config: config.fp8_train,
-        reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
-        "would quantize it again",
-        remove_when="verl's FSDPEngine.forward_backward_batch passes a flag like TransformerEngine's is_first_microbatch to the "
-        "layers",
+        reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
+        remove_when="verl's forward_backward_batch passes the layers a flag like TransformerEngine's is_first_microbatch",
     ),
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.forward_step", routes.forward_step,
         when=lambda config: config.returns_routes,
-        reason="verl's FSDP engine ignores the expert choices that the rollout returned, so it neither compares nor replays them "
-        "(R3). Other engines are not covered",
+        reason="verl's FSDP engine neither compares nor replays (R3) the experts that the rollout chose. Others are not covered",
         remove_when="verl's FSDPEngineWithLMHead.forward_step supports router_replay R3 and logs how many routes differ; "
         "verl#4101 covers Megatron only",
         upstream="https://github.com/verl-project/verl/pull/4101",
@@ -278,8 +257,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "verl.workers.engine_workers", "TrainingWorker.train_batch", old_log_probs.train_batch,
         always="it ends what a sync of a patched process began",
-        reason="only a step's first mini-batch runs on the weights that sampled; later ones must not count as mismatch where the "
-        "loss compares",
+        reason="only a step's first mini-batch runs on the weights that sampled: a loss must not count later ones as mismatch",
         remove_when=_FIRST_BATCH,
     ),
     Patch(
@@ -292,8 +270,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _CORRECTION, "compute_is_metrics", correction.compute_is_metrics,
         when=correction.drops_tokens,
-        reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass "
-        "mode)",
+        reason="verl 0.9.1 raises ZeroDivisionError if a correction drops all tokens of a batch (bypass mode: a micro-batch)",
         upstream="https://github.com/verl-project/verl/pull/7559",
         remove_when="the oldest supported verl contains verl#7559",
         fixes="verl",
@@ -312,14 +289,12 @@ PATCHES: tuple[Patch, ...] = (
 MEGATRON: tuple[Patch, ...] = (
     Patch(
         _MEGATRON, "MegatronEngine._build_megatron_module", model.build_megatron_module,
-        reason="a Megatron model without TransformerEngine layers, or with another recipe, would silently train in a format "
-        "other than the rollout's",
+        reason="without TransformerEngine layers, or with another recipe, Megatron would silently train in another format",
         remove_when="verl's MegatronEngine._build_megatron_module has a hook for the built model",
     ),
     Patch(
         _MEGATRON, "MegatronEngine.get_per_tensor_param", sync.get_per_tensor_param,
-        reason="verl sends BF16 weights and the rollout quantizes them again; this sends TransformerEngine's own FP8 bytes and "
-        "scales, and BF16 for the rest",
+        reason="verl sends BF16 weights, which the rollout quantizes again; this sends TransformerEngine's FP8 bytes and scales",
         remove_when="verl's MegatronEngine.get_per_tensor_param yields the FP8 bytes and scales that TransformerEngine "
         "computes with (verl#6045)",
         upstream="https://github.com/verl-project/verl/pull/6045",
@@ -341,8 +316,7 @@ VEOMNI: tuple[Patch, ...] = (
     ),
     Patch(
         _VEOMNI, "VeOmniEngine.get_per_tensor_param", sync.get_per_tensor_param,
-        reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's own FP8 bytes and "
-        "scales, and BF16 for the rest",
+        reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's FP8 bytes and scales",
         remove_when="verl's VeOmniEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
     ),
 )

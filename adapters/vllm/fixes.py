@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.patching.attached import Attached
-from jetrl_patch.patching.patch import NO_REPORT, Patch
+from jetrl_patch.patching.patch import NO_REPORT, Patch, replacement
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -24,16 +25,13 @@ if TYPE_CHECKING:
 _PATIENCE = 10.0  # seconds that a process may take to end after its pipe is closed
 
 
-def finished_procs(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+@replacement
+def finished_procs(original: Any, self: Any) -> dict[str, Any]:
     """Wait for processes that are ending, and name the signal that killed one."""
-
-    def finished_procs(self: Any) -> dict[str, Any]:
-        for process in self.processes:
-            if process.pid is not None and connection.wait([process.sentinel], timeout=0):
-                process.join(_PATIENCE)
-        return {name: _in_words(status) for name, status in original(self).items()}
-
-    return finished_procs
+    for process in self.processes:
+        if process.pid is not None and connection.wait([process.sentinel], timeout=0):
+            process.join(_PATIENCE)
+    return {name: _in_words(status) for name, status in original(self).items()}
 
 
 def _in_words(status: int) -> str:
@@ -53,56 +51,44 @@ def _in_words(status: int) -> str:
 # tqdm creates a multiprocessing lock for the progress bar of a loading worker. In a spawned process this is a named semaphore (32
 # bytes) that no other process can use, so none is created there.
 
-def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@replacement
+def wait_until_ready(original: Any, self: Any) -> None:
     """Unlink a queue's memory once all readers on this machine have mapped it."""
-
-    def wait_until_ready(self: Any) -> None:
-        original(self)
-        if self._is_writer and self.buffer is not None and self.buffer.is_creator:
-            self.buffer.shared_memory.unlink()
-            self.buffer.is_creator = False  # do not unlink it again
-
-    return wait_until_ready
+    original(self)
+    if self._is_writer and self.buffer is not None and self.buffer.is_creator:
+        self.buffer.shared_memory.unlink()
+        self.buffer.is_creator = False  # do not unlink it again
 
 
-def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
+@replacement
+def init_cpu_shm(original: Any, self: Any) -> Any:
     """Unlink this rank's memory. ``original`` ends with a barrier, so every rank has mapped it."""
-
-    def init_cpu_shm(self: Any) -> int:
-        handle = original(self)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{self.group_name}_{self.communicator.rank}")
-        return handle
-
-    return init_cpu_shm
+    handle = original(self)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"/dev/shm/{self.group_name}_{self.communicator.rank}")
+    return handle
 
 
-def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@replacement
+def create_mp_lock(original: Any, cls: Any) -> None:
     """In a spawned process, let progress bars use only their lock between threads."""
-
-    def create_mp_lock(cls: Any) -> None:
-        if multiprocessing.get_start_method(allow_none=True) != "spawn":
-            original(cls)
-        elif not hasattr(cls, "mp_lock"):
-            cls.mp_lock = None
-
-    return create_mp_lock
+    if multiprocessing.get_start_method(allow_none=True) != "spawn":
+        original(cls)
+    elif not hasattr(cls, "mp_lock"):
+        cls.mp_lock = None
 
 
 # ---- The rotary embedding on a CPU, for 3D queries as in latent attention ------------------------
 # For a query [T, heads, width] the kernel uses the stride of one head as the stride of a token, and silently rotates the wrong
 # numbers (seen in 0.30). Queries [T, heads * width] are rotated correctly.
 
-def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def in_two_dimensions(original: Any, self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
     """Flatten query and key for the kernel. Use the returned tensors: a query that is not contiguous is rotated in a copy."""
-
-    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
-        rotated = original(self, positions, *flat)
-        query_out, key_out = (x if x is None else x.view(old.shape) for x, old in zip(rotated, (query, key), strict=True))
-        return query_out, key_out
-
-    return forward_cpu
+    flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
+    rotated = original(self, positions, *flat)
+    query_out, key_out = (x if x is None else x.view(old.shape) for x, old in zip(rotated, (query, key), strict=True))
+    return query_out, key_out
 
 
 # ---- Keep BF16 weights updatable on a CPU --------------------------------------------------------
@@ -124,31 +110,28 @@ _CONVOLUTION: Attached[tuple[Any, Any]] = Attached(
 _WATCHED: Attached[Any] = Attached("_jetrl_watched", "vLLM packs a layer anew after each load, and its loader is wrapped once")
 
 
-def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def keep_live_weight(original: Any, layer: Any, remove_weight: bool) -> None:
     """Keep the weight next to its packed copy, which takes extra memory, and pack again after a write.
 
     Does not cover writes that bypass the parameter's ``weight_loader``.
     """
-
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        weight = layer.weight
-        if _loaded_convolution(layer) is not None:
-            return  # its loader has packed it
-        if weight.ndim == 3 and hasattr(weight, "weight_loader") and not weight.is_meta:
-            loaded, place = weight.data.clone(), weight.data_ptr()
-            original(layer, remove_weight)
-            if layer.weight.data_ptr() != place:
-                _watch_convolution(layer, weight, loaded, original)
-            return
-        if weight.ndim != 2 or weight.is_meta:
-            original(layer, remove_weight)
-            return
-        original(layer, False)
-        if _WATCHED.get(layer) is not weight:
-            _WATCHED.set(layer, weight)
-            _watch(layer, weight, original)
-
-    return dispatch_cpu_unquantized_gemm
+    weight = layer.weight
+    if _loaded_convolution(layer) is not None:
+        return  # its loader has packed it
+    if weight.ndim == 3 and hasattr(weight, "weight_loader") and not weight.is_meta:
+        loaded, place = weight.data.clone(), weight.data_ptr()
+        original(layer, remove_weight)
+        if layer.weight.data_ptr() != place:
+            _watch_convolution(layer, weight, loaded, original)
+        return
+    if weight.ndim != 2 or weight.is_meta:
+        original(layer, remove_weight)
+        return
+    original(layer, False)
+    if _WATCHED.get(layer) is not weight:
+        _WATCHED.set(layer, weight)
+        _watch(layer, weight, original)
 
 
 def _watch(layer: Any, weight: Any, pack: Callable[..., None]) -> None:
@@ -192,15 +175,12 @@ def _loaded_convolution(layer: Any) -> Any:
     return loaded if held is not None and held is getattr(layer, "weight", None) else None
 
 
-def keep_latent_weight(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def keep_latent_weight(original: Any, self: Any, act_dtype: Any) -> None:
     """Give ``kv_b_proj`` its weight back. Without AMX, vLLM keeps it anyway."""
-
-    def process_weights_after_loading(self: Any, act_dtype: Any) -> None:
-        weight = self.kv_b_proj.weight
-        original(self, act_dtype)
-        self.kv_b_proj.weight = weight
-
-    return process_weights_after_loading
+    weight = self.kv_b_proj.weight
+    original(self, act_dtype)
+    self.kv_b_proj.weight = weight
 
 
 def keep_live_experts(model: Any) -> None:
@@ -213,130 +193,108 @@ def keep_live_experts(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if hasattr(kernel, "process_weights_after_loading") and hasattr(method, "_setup_kernel"):
-            method._setup_kernel = _packing(method._setup_kernel, kernel)
+            method._setup_kernel = functools.partial(_set_up_and_pack, method._setup_kernel, kernel)
 
 
-def _packing(original: Callable[..., None], kernel: Any) -> Callable[..., None]:
-    def _setup_kernel(layer: Any, w13: Any, w2: Any) -> None:
-        original(layer, w13, w2)
-        kernel.process_weights_after_loading(layer)
-
-    return _setup_kernel
+def _set_up_and_pack(original: Callable[..., None], kernel: Any, layer: Any, w13: Any, w2: Any) -> None:
+    original(layer, w13, w2)
+    kernel.process_weights_after_loading(layer)
 
 
 # ---- Transformers' classes, and images -----------------------------------------------------------
 
-def decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@replacement
+def decorate_for_torch_compile(original: Any, self: Any) -> None:
     """Leave transformers' class alone in an eager engine."""
-
-    def decorate_for_torch_compile(self: Any) -> None:
-        if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
-            original(self)
-
-    return decorate_for_torch_compile
+    if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
+        original(self)
 
 
-def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def normalize_in_processor(original: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
     """Normalize pixels in the image processor, as the trainer does, and not in the model.
 
     A model that normalizes keeps mean and deviation in buffers that are not in the checkpoint. ``load_format="dummy"``, verl's
     default, fills them with noise, and no weight sync repairs them. Some vLLM releases normalize in the model by default.
     """
-
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "mm_device_do_normalize", False) is not False:
-            self.mm_device_do_normalize = False
-        return original(self, *args, **kwargs)
-
-    return create_engine_config
+    if getattr(self, "mm_device_do_normalize", False) is not False:
+        self.mm_device_do_normalize = False
+    return original(self, *args, **kwargs)
 
 
-# ---- The patches, which every mode applies -------------------------------------------------------
+# ---- The patches ---------------------------------------------------------------------------------
 
 _ON_CPU = "weight syncs on a CPU"
 
-
-def model_fixes() -> tuple[Patch, ...]:
-    """Fixes of what an engine computes, and of updates to its weights."""
-    return (
-        Patch(
-            "vllm.engine.arg_utils", "EngineArgs.create_engine_config", normalize_in_processor, fixes="vllm",
-            reason="where vLLM's model normalizes images, load_format='dummy' fills mean and deviation with noise that no "
-            "weight sync repairs; this normalizes in the image processor. Versions before 0.28 are not affected",
-            upstream="https://github.com/vllm-project/vllm/pull/50411",
-            remove_when="vLLM's initialize_dummy_weights skips buffers that are not in the checkpoint",
-        ),
-        Patch(
-            "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", keep_live_weight, fixes="vllm",
-            reason="vLLM's CPU build packs BF16 weights after loading and frees the originals, so later weight updates "
-            "fail or have no effect",
-            upstream=NO_REPORT,
-            remove_when="vLLM's dispatch_cpu_unquantized_gemm keeps the live weight, or packs it again after load_weights",
-            needed_by=_ON_CPU,
-        ),
-        Patch(
-            "vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding.forward_cpu", in_two_dimensions, fixes="vllm",
-            always="vLLM compiles it into its graphs",
-            reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so every log-prob of "
-            "such a rollout is wrong",
-            upstream=NO_REPORT,
-            remove_when="vLLM's CPU op rotary_embedding honors the head stride of a 3D query, or latent attention passes "
-            "it a 2D one",
-        ),
-        Patch(
-            "vllm.model_executor.layers.attention.mla_attention", "MLAAttention.process_weights_after_loading",
-            keep_latent_weight, fixes="vllm",
-            reason="on CPUs with AMX, vLLM packs kv_b_proj of latent attention after loading and frees the original, so a "
-            "later weight update fails",
-            upstream="https://github.com/vllm-project/vllm/pull/52616",
-            remove_when="vLLM's MLAAttention.process_weights_after_loading keeps kv_b_proj.weight on AMX CPUs, or computes "
-            "with a live copy",
-            needed_by=_ON_CPU,
-        ),
-    )  # fmt: skip
-
-
-def process_fixes() -> tuple[Patch, ...]:
-    """Fixes of what a killed process leaves behind or does not report."""
-    return (
-        Patch(
-            "vllm.distributed.device_communicators.shm_broadcast", "MessageQueue.wait_until_ready", wait_until_ready,
-            fixes="vllm",
-            reason="Ray kills engines with SIGKILL, which leaves the shared memory of their queues in /dev/shm",
-            upstream="https://github.com/vllm-project/vllm/issues/8933",
-            remove_when="vLLM's MessageQueue.wait_until_ready unlinks the shared memory once its readers have mapped it",
-        ),
-        Patch(
-            "vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed._init_cpu_shm", init_cpu_shm,
-            fixes="vllm",
-            reason="Ray kills engines with SIGKILL, which leaves the shared memory of their CPU workers' all-reduce in "
-            "/dev/shm",
-            upstream=NO_REPORT,
-            remove_when="vLLM's _CPUSHMDistributed unlinks that shared memory once its workers have mapped it",
-        ),
-        Patch(
-            "vllm.v1.engine.utils", "CoreEngineProcManager.finished_procs", finished_procs, fixes="vllm",
-            reason="when an engine is killed during start-up, vLLM says only that start-up failed, not which signal killed "
-            "it",
-            upstream="https://github.com/vllm-project/vllm/issues/19002",
-            remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process whose sentinel "
-            "fired, and reports the signal",
-        ),
-        Patch(
-            "tqdm.std", "TqdmDefaultWriteLock.create_mp_lock", create_mp_lock, fixes="tqdm",
-            reason="Ray kills engines with SIGKILL, which leaves the semaphore of their workers' tqdm bars in /dev/shm",
-            upstream="https://github.com/tqdm/tqdm/pull/1677",
-            remove_when="tqdm's TqdmDefaultWriteLock creates no multiprocessing lock in a spawned process",
-        ),
-    )  # fmt: skip
-
-
-#: only in exact mode
-LEAVE_TRANSFORMERS_ALONE = Patch(
-    "vllm.model_executor.models.transformers.base", "Base._decorate_for_torch_compile", decorate_for_torch_compile, fixes="vllm",
-    reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "
-    "the same process can no longer build that model. Engines that compile are not covered",
-    upstream=NO_REPORT,
-    remove_when="vLLM's Base._decorate_for_torch_compile decorates a subclass, or does nothing in eager mode",
-    needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
-)  # fmt: skip
+FIXES: tuple[Patch, ...] = (
+    # what an engine computes, and updates to its weights
+    Patch(
+        "vllm.engine.arg_utils", "EngineArgs.create_engine_config", normalize_in_processor, fixes="vllm",
+        reason="where vLLM's model normalizes images, load_format='dummy' fills mean and deviation with noise that no weight "
+        "sync repairs; this normalizes in the image processor. Versions before 0.28 are not affected",
+        upstream="https://github.com/vllm-project/vllm/pull/50411",
+        remove_when="vLLM's initialize_dummy_weights skips buffers that are not in the checkpoint",
+    ),
+    Patch(
+        "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", keep_live_weight, fixes="vllm",
+        reason="vLLM's CPU build packs BF16 weights after loading and frees the originals, so later weight updates fail or have "
+        "no effect",
+        upstream=NO_REPORT,
+        remove_when="vLLM's dispatch_cpu_unquantized_gemm keeps the live weight, or packs it again after load_weights",
+        needed_by=_ON_CPU,
+    ),
+    Patch(
+        "vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding.forward_cpu", in_two_dimensions, fixes="vllm",
+        always="vLLM compiles it into its graphs",
+        reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so every log-prob of such a "
+        "rollout is wrong",
+        upstream=NO_REPORT,
+        remove_when="vLLM's CPU op rotary_embedding honors the head stride of a 3D query, or latent attention passes it a 2D one",
+    ),
+    Patch(
+        "vllm.model_executor.layers.attention.mla_attention", "MLAAttention.process_weights_after_loading", keep_latent_weight,
+        reason="on CPUs with AMX, vLLM packs kv_b_proj of latent attention after loading and frees the original, so a later "
+        "weight update fails",
+        upstream="https://github.com/vllm-project/vllm/pull/52616",
+        remove_when="vLLM's MLAAttention.process_weights_after_loading keeps kv_b_proj.weight on AMX CPUs, or computes with a "
+        "live copy",
+        fixes="vllm",
+        needed_by=_ON_CPU,
+    ),
+    # what a killed process leaves behind or does not report
+    Patch(
+        "vllm.distributed.device_communicators.shm_broadcast", "MessageQueue.wait_until_ready", wait_until_ready, fixes="vllm",
+        reason="Ray kills engines with SIGKILL, which leaves the shared memory of their queues in /dev/shm",
+        upstream="https://github.com/vllm-project/vllm/issues/8933",
+        remove_when="vLLM's MessageQueue.wait_until_ready unlinks the shared memory once its readers have mapped it",
+    ),
+    Patch(
+        "vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed._init_cpu_shm", init_cpu_shm, fixes="vllm",
+        reason="Ray kills engines with SIGKILL, which leaves the shared memory of their CPU workers' all-reduce in /dev/shm",
+        upstream=NO_REPORT,
+        remove_when="vLLM's _CPUSHMDistributed unlinks that shared memory once its workers have mapped it",
+    ),
+    Patch(
+        "vllm.v1.engine.utils", "CoreEngineProcManager.finished_procs", finished_procs, fixes="vllm",
+        reason="when an engine is killed during start-up, vLLM says only that start-up failed, not which signal killed it",
+        upstream="https://github.com/vllm-project/vllm/issues/19002",
+        remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process whose sentinel fired, and "
+        "reports the signal",
+    ),
+    Patch(
+        "tqdm.std", "TqdmDefaultWriteLock.create_mp_lock", create_mp_lock, fixes="tqdm",
+        reason="Ray kills engines with SIGKILL, which leaves the semaphore of their workers' tqdm bars in /dev/shm",
+        upstream="https://github.com/tqdm/tqdm/pull/1677",
+        remove_when="tqdm's TqdmDefaultWriteLock creates no multiprocessing lock in a spawned process",
+    ),
+    Patch(
+        "vllm.model_executor.models.transformers.base", "Base._decorate_for_torch_compile", decorate_for_torch_compile,
+        when=lambda config: config.exact,
+        reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "
+        "the same process can no longer build that model. Engines that compile are not covered",
+        upstream=NO_REPORT,
+        remove_when="vLLM's Base._decorate_for_torch_compile decorates a subclass, or does nothing in eager mode",
+        fixes="vllm",
+        needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
+    ),
+)
