@@ -1,6 +1,7 @@
-"""``make bench``: the CPU kernels under each instruction set of this processor. ``--write`` writes ``docs/benchmarks/cpu.md``.
+"""``make bench``: the CPU's FP8 products compared with torch's, under each instruction set of this processor.
 
-Each set is measured in a process of its own, which also restricts torch to that set where torch allows it.
+Each set is measured in a process of its own, which also restricts torch to that set where torch allows it. ``--write`` writes
+``docs/benchmarks/cpu.md``.
 """
 
 from __future__ import annotations
@@ -8,24 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
-from rich.console import Console
+import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks import kernels
-from benchmarks.harness import Row, markdown, show
+from benchmarks.harness import best_of
 from jetrl_patch._versions import VERSION
-from jetrl_patch.native import build
+from jetrl_patch.backends import get_backend
+from jetrl_patch.native import build, ops
+from scripts.tables import Row, markdown, processor
 
-PARTS = {
-    "Products, GFLOP/s": kernels.products,
-    "A linear layer with its quantizers, GFLOP/s": kernels.layer,
-    "Other kernels, ms": kernels.operations,
-}
 #: instruction set -> variables that restrict torch and oneDNN to it. MKL, which torch's FP32 products use, ignores them on AMD
 TORCH = {
     "avx512_bf16": {},
@@ -33,29 +33,95 @@ TORCH = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "portable": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
+BF16 = torch.bfloat16
+#: M, N, K
+SHAPES = [(2048, n, n) for n in (512, 1024, 1536)] + [(32, n, n) for n in (512, 1024, 1536)]
+SHAPES += [(16, 1024, 1024), (4, 1024, 1024), (1, 512, 512), (1, 1024, 1024), (1, 1536, 1536), (1, 8192, 4096)]
+#: with up to this many rows, reading the weight bounds a product
+FEW = 16
+#: bytes of FP8 weights, more than any cache holds
+UNCACHED = 96 << 20
 
 
-def processor() -> str:
-    """The processor's name, as reported by the system."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+@dataclass(frozen=True)
+class Weight:
+    """One weight [N, K] in each form that a product reads."""
+
+    fp32: Tensor
+    bf16: Tensor
+    q: Tensor
+    s: Tensor
+    packed: Tensor
+
+    @classmethod
+    def random(cls, N: int, K: int) -> Weight:
+        w, backend = torch.randn(N, K), get_backend("native")
+        quantized = backend.quantize_weight(w.to(BF16), "pow2")
+        return cls(w, w.to(BF16), quantized.q, quantized.s_rows, backend.pack(quantized))
 
 
-def measure() -> dict[str, list[Row]]:
-    """The rows of each table, measured in this process."""
-    torch.set_num_threads(1)
-    console, found = Console(stderr=True), {}
-    for title, rows in PARTS.items():
-        with console.status(f"{title}, {build.instruction_set()}"):
-            found[title] = list(rows())
-    return found
+def products() -> Iterator[Row]:
+    """GFLOP/s of Y = X W^T. "packed" reads the layout that a rollout makes once after a weight sync.
+
+    Decoding reads every weight of a model for each token. So products of few rows take another weight in each call, and the
+    weights together exceed the caches. "What the bytes allow" is the time torch's FP32 product of one row takes per byte.
+    """
+    backend = get_backend("native")
+    for M, N, K in SHAPES:
+        weights = [Weight.random(N, K) for _ in range(1 if M > FEW else 1 + UNCACHED // (N * K))]
+        x = torch.randn(M, K)
+        xb, row = x.to(BF16), x[:1].contiguous()
+        qx, sx = backend.quantize_activation(xb, "pow2")
+
+        def each(call: Callable[[Weight], Tensor], weights: list[Weight] = weights) -> Callable[[], Tensor]:
+            turns = cycle(weights)
+            return lambda: call(next(turns))
+
+        best = best_of(
+            {
+                "torch FP32": each(lambda w, x=x: F.linear(x, w.fp32)),
+                "torch BF16": each(lambda w, x=xb: F.linear(x, w.bf16)),
+                "FP8": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w.q, w.s, BF16)),
+                "FP8 packed": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w.q, w.s, BF16, packed=w.packed)),
+                "BF16, exact mode": each(lambda w, x=xb: ops.bf16_gemm(x, w.bf16, BF16)),
+                "one row": each(lambda w, x=row: F.linear(x, w.fp32)),
+            }
+        )
+        bytes_allow = best.pop("one row") / torch.float32.itemsize
+        yield {
+            "M, N, K": f"{M}, {N}, {K}",
+            **{name: 2e-9 * M * N * K / seconds for name, seconds in best.items()},
+            "FP8 / torch FP32": best["torch FP32"] / best["FP8"],
+            "FP8 / torch BF16": best["torch BF16"] / best["FP8"],
+            "packed, of what the bytes allow": f"{bytes_allow / best['FP8 packed']:.0%}" if M <= FEW else "",
+        }
+
+
+def layer() -> Iterator[Row]:
+    """GFLOP/s of a linear layer's three products, including quantization, and of torch's products of the same shapes."""
+    backend = get_backend("native")
+    for M, N, K in ((32, 1024, 1024), (512, 768, 256), (2048, 1024, 1024)):
+        g, x, w = torch.randn(M, N), torch.randn(M, K), torch.randn(N, K)
+        gb, xb, wb = (t.to(BF16) for t in (g, x, w))
+        qw, qx = backend.quantize_weight(wb, "pow2"), backend.quantize_activation(xb, "pow2")
+        best = best_of(
+            {
+                "FProp": lambda x=xb, q=qw: backend.fprop(x, q),
+                "torch BF16, x W^T": lambda x=xb, w=wb: F.linear(x, w),
+                "torch FP32, x W^T": lambda x=x, w=w: F.linear(x, w),
+                "DGrad": lambda g=gb, q=qw: backend.dgrad(g, q, BF16),
+                "torch BF16, g W": lambda g=gb, w=wb: g @ w,
+                "torch FP32, g W": lambda g=g, w=w: g @ w,
+                "WGrad": lambda g=gb, q=qx: backend.wgrad(g, q, BF16),
+                "torch BF16, g^T x": lambda g=gb, x=xb: g.t() @ x,
+                "torch FP32, g^T x": lambda g=g, x=x: g.t() @ x,
+            }
+        )
+        yield {"M, N, K": f"{M}, {N}, {K}", **{name: 2e-9 * M * N * K / seconds for name, seconds in best.items()}}
 
 
 def measured(isa: str) -> dict[str, list[Row]]:
-    """``measure`` in a process restricted to an instruction set."""
+    """Title -> rows, from a process restricted to an instruction set."""
     environ = os.environ | TORCH[isa] | {"JETRL_CPU_ISA": isa}
     command = [sys.executable, "-m", "benchmarks", "--json"]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -64,29 +130,30 @@ def measured(isa: str) -> dict[str, list[Row]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     sets = [name for name in build.supported() if name != "portable"] or ["portable"]
     parser.add_argument("--isa", choices=build.supported(), action="append", default=[], help=f"by default {', '.join(sets)}")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     parser.add_argument("--json", action="store_true", help="measure in this process alone, and print JSON")
     args = parser.parse_args()
     if args.json:
-        print(json.dumps(measure()))
+        torch.set_num_threads(1)
+        rows = {"Products, GFLOP/s": list(products()), "A linear layer with its quantizers, GFLOP/s": list(layer())}
+        print(json.dumps(rows))
         return
-    pages = []
+    page = (
+        f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
+        "Process time, best of interleaved rounds, for each instruction set of this processor; torch is limited to the same "
+        "set. As in decoding, products of up to 16 rows read a different weight in each call, and the weights exceed the "
+        "caches. Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n"
+    )
     for isa in args.isa or sets:
         for name, rows in measured(isa).items():
-            title = f"{name}: {isa}"
-            pages.append(markdown(show(title, rows), title))
+            table = markdown(rows, f"{name}: {isa}")
+            print(table)
+            page += "\n" + table
     if args.write:
-        head = (
-            f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
-            "Process time, best of interleaved rounds, for each instruction set of this processor; torch is limited to the same "
-            "set. As in decoding, products of up to 16 rows read a different weight in each call, and the weights exceed the "
-            "caches. Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n\n"
-        )
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(head + "\n".join(pages))
+        args.write.write_text(page)
 
 
 if __name__ == "__main__":

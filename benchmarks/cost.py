@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Row, asked_to_write, filled, markdown, show
+from benchmarks.harness import asked_to_write
 from benchmarks.shapes import PUBLISHED, RANKS, Model, Peaks, gemm_seconds
 from jetrl_patch.kernels.formats import BLOCK
+from scripts.tables import Row, filled, markdown
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 
@@ -339,7 +340,7 @@ def _ratio(net: int, phase: str) -> float:
 def main() -> None:
     if asked_to_write(__doc__, PAGE):
         PAGE.write_text(page())
-    show("How many times faster than BF16 (estimated)", table())
+    print(markdown(list(table()), "How many times faster than BF16 (estimated)"))
 
 
 if __name__ == "__main__":

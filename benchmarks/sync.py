@@ -1,8 +1,4 @@
-"""The digest and a whole weight sync on the CPU: the first tables of ``docs/sync.md``.
-
-``python -m benchmarks.sync digest`` prints GB/s on one thread; ``python -m benchmarks.sync model`` sends a model from a trainer's
-stream into an engine's memory.
-"""
+"""A whole weight sync of a model, from a trainer's stream into an engine's memory: part f of ``make hopper``."""
 
 from __future__ import annotations
 
@@ -14,25 +10,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Row, best_of, extra_memory, main
+from benchmarks.harness import extra_memory
 from jetrl_patch.backends import get_backend
-from jetrl_patch.sync import digest as digests
 from jetrl_patch.sync.digest import Pieces, Rect
 from jetrl_patch.sync.protocol import SCALE_SUFFIX, Terms
 from jetrl_patch.sync.receive import Receiver
 from jetrl_patch.sync.send import SyncStats, pack, quantized_stream, unpack
-
-#: bytes [rows, columns]: a slice of a row-parallel layer, one expert, a fused layer, an embedding in BF16
-SHAPES = ((2048, 2048), (4096, 4096), (8192, 8192), (32768, 4096))
-
-
-def digest() -> Iterator[Row]:
-    """GB/s on one thread."""
-    torch.set_num_threads(1)
-    for rows, cols in SHAPES:
-        data = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
-        best = best_of({"digest": partial(digests.digest, data)}, seconds=1.0, rounds=3)
-        yield {"bytes": f"{rows} x {cols}", "GB/s": data.numel() / best["digest"] / 1e9}
+from scripts.tables import Row
 
 
 def shapes_of(parameters: float) -> dict[str, tuple[int, ...]]:
@@ -139,7 +123,3 @@ def model(parameters: float = 1e9, device: str = "cpu", backend: str = "native",
             seconds.append(time.perf_counter() - start)
         sent = sum(tensor.nbytes for tensor in engine.tensors.values())
         yield {"": way, "GB": sent / 1e9, "seconds": min(seconds), "extra memory, MiB": extra / 2**20}
-
-
-if __name__ == "__main__":
-    main(digest, model)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.harness import filled
 from jetrl_patch import session
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.adapters.verl.preset import PRESETS
@@ -17,6 +16,7 @@ from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG
 from jetrl_patch.config.fields import GROUPS, Setting
 from jetrl_patch.models.families import covering, titles
+from scripts.tables import filled
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -17,8 +17,9 @@ from benchmarks.counted.passes import (
     count_linears,
     count_step,
 )
-from benchmarks.harness import Row, asked_to_write, filled, markdown, show
+from benchmarks.harness import asked_to_write
 from benchmarks.shapes import MODELS, PUBLISHED
+from scripts.tables import Row, filled, markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
 #: lower bounds of BF16's time over a mode's, and the upper bound of ``exact`` over ``linear``
@@ -127,7 +128,7 @@ def main() -> None:
     if asked_to_write(__doc__, PAGE):
         PAGE.write_text(page(found))
     for title, rows in found.items():
-        show(f"{title} (counted)", rows)
+        print(markdown(rows, f"{title} (counted)"))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from benchmarks.harness import markdown
 from benchmarks.hopper.plan import ALL, ESTIMATED, LIMIT, PARTS, Part, find, problems, table
 from benchmarks.hopper.record import load, write
+from scripts.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES, SCRATCH, DRY = (ROOT / folder for folder in ("docs/benchmarks/hopper", "outputs/hopper", "outputs/hopper-dry"))

@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness import Row
 from jetrl_patch.backends import Backend, capability, get_backend
 from jetrl_patch.exact import flash3
 from jetrl_patch.kernels.formats import FP8
+from scripts.tables import Row
 
 Call = Callable[[int], object]
 ROOT = Path(__file__).resolve().parents[2]

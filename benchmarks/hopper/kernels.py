@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import Row, extra_memory
+from benchmarks.harness import extra_memory
 from benchmarks.hopper.device import CEILINGS, Call, Machine, this_machine, tiny_machine
 from benchmarks.hopper.record import Piece, Record, Setup, Table
 from benchmarks.hopper.targets import BF16, COMPILED, FUSED, QUANTIZED, QUANTIZERS, TITLES, TWO_LAYOUTS, targets
@@ -26,6 +26,7 @@ from jetrl_patch.exact import dispatch, flash3, ops
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import ScaleFormat
+from scripts.tables import Row
 
 FORMAT: ScaleFormat = "pow2"
 EPS = 1e-6

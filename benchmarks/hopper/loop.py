@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.harness import Row
 from benchmarks.hopper.plan import find
 from benchmarks.hopper.record import Piece, Record, Setup, Table
 from examples.common.runner import run_arm
@@ -16,6 +15,7 @@ from examples.verl.compare import MODES
 from examples.verl.recipe import Recipe
 from jetrl_patch.cli.report import Run
 from jetrl_patch.cli.report.runs import PARTS
+from scripts.tables import Row
 
 STEPS, BASELINE, EXACT, TITLE = 8, "bf16", "fp8-unified/exact", "Seconds of a step"
 

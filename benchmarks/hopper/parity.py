@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Row
 from benchmarks.hopper.plan import find
 from benchmarks.hopper.record import Piece, Record, Setup, Table
 from examples.words import CHECKPOINT
 from jetrl_patch import Config
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.measure.parity import STOCK, Job
+from scripts.tables import Row
 
 BATCHES, LENGTH = (256, 64, 7, 1), 2048
 GRAPHS = "exact, CUDA graphs"

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import Row, filled, markdown
 from benchmarks.hopper.plan import ESTIMATED, PARTS, Part, table
+from scripts.tables import Row, filled, markdown
 
 #: the page about all parts
 INDEX = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "hopper" / "index.md"

@@ -15,13 +15,13 @@ from unittest import mock
 
 import torch
 
-from benchmarks.harness import Row
 from benchmarks.hopper import shape
 from benchmarks.hopper.plan import find
 from benchmarks.hopper.record import Piece, Record, Setup, Table
 from jetrl_patch import Config
 from jetrl_patch.cli.parity.run import environment
 from jetrl_patch.measure.parity import STOCK, Job
+from scripts.tables import Row
 
 
 class Load(NamedTuple):

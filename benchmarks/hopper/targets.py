@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from benchmarks.harness import Row
 from benchmarks.shapes import TRAIN
+from scripts.tables import Row
 
 Tables = Mapping[str, Sequence[Row]]
 BF16, COMPILED, FUSED = "bf16", "bf16, compiled", ", fused"

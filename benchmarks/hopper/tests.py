@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.harness import Row
 from benchmarks.hopper.record import Piece, Record, Setup, Table
+from scripts.tables import Row
 from tests.gpu.optional import NOT_TRIED
 
 ROOT = Path(__file__).resolve().parents[2]

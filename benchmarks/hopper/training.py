@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import jetrl_patch
-from benchmarks.harness import Row
 from benchmarks.hopper import shape
 from benchmarks.hopper.record import Piece, Record, Setup, Table
 from jetrl_patch import Config
+from scripts.tables import Row
 
 BASELINE, COMPILED, TITLE = "BF16", "BF16, compiled", "Steps"
 #: name -> settings (None: the plugin is off)

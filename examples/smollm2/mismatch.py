@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import processor
-from benchmarks.harness import filled, markdown
 from examples.smollm2 import LEARNER, task
 from examples.stability.arms import Arm, Setting
 from examples.stability.sweep import Job, sweep, wide_console
@@ -29,6 +27,7 @@ from jetrl_patch.cli.report.charts import LIGHT
 from jetrl_patch.measure import parity
 from jetrl_patch.progress import Display
 from scripts.fill_figures import ROOT, versions
+from scripts.tables import filled, markdown, processor
 
 BUILD = ROOT / "build"
 SMOLLM2 = BUILD / "smollm2"

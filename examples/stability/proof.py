@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.harness import filled, markdown
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm, Setting
 from examples.stability.loop import TRAINERS_ACCURACY
@@ -24,6 +23,7 @@ from examples.stability.picture import draw_proof
 from examples.stability.sweep import ROOT, Job, is_whole, sweep, wide_console
 from jetrl_patch.cli.report import Run, read_runs
 from scripts.fill_figures import figure
+from scripts.tables import filled, markdown
 
 RECORDS = ROOT / "examples" / "smollm2" / "proof"
 PAGE, PICTURE = ROOT / "docs" / "stability.md", ROOT / "docs" / "assets" / "proof.png"

@@ -1,12 +1,11 @@
-"""What all benchmarks share: the timer's rounds, tables, marks in pages, and the command line."""
+"""What all benchmarks share: the timer's rounds, tables, and marks in pages."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
 from benchmarks import harness
+from scripts import tables
 
 
 def test_the_best_of_rounds_that_take_turns(monkeypatch):
@@ -22,46 +21,22 @@ def test_the_best_of_rounds_that_take_turns(monkeypatch):
 
 
 def test_a_table_may_lack_rows_and_columns():
-    assert harness.markdown([{"a": 1.23456, "b": float("nan")}, {"a": 12345.6, "c": "x|y"}], "T", "why") == (
+    assert tables.markdown([{"a": 1.23456, "b": float("nan")}, {"a": 12345.6, "c": "x|y"}], "T", "why") == (
         "## T\n\nwhy\n\n| a | b | c |\n| --- | --- | --- |\n| 1.23 | – |  |\n| 12346 |  | x/y |\n"
     )
-    assert harness.markdown([], "T") == "## T\n\n"
+    assert tables.markdown([], "T") == "## T\n\n"
 
 
 def test_what_is_between_marks_is_replaced():
     texts = {"a": "new", "b": "| x |\n| y |\n"}
-    found = harness.filled("It is <!-- a -->old<!-- /a -->.\n\n<!-- b --><!-- /b -->\n", texts)
+    found = tables.filled("It is <!-- a -->old<!-- /a -->.\n\n<!-- b --><!-- /b -->\n", texts)
     assert found == "It is <!-- a -->new<!-- /a -->.\n\n<!-- b -->\n| x |\n| y |\n<!-- /b -->\n"
-    assert harness.filled(found, texts) == found
+    assert tables.filled(found, texts) == found
     for page in ("no mark", "<!-- a -->", "<!-- /a --><!-- a -->"):
         with pytest.raises(ValueError, match="needs the marks <!-- a --> and <!-- /a -->"):
-            harness.filled(page, {"a": "x"})
+            tables.filled(page, {"a": "x"})
 
 
 def test_memory_that_a_call_takes_is_its_peak():
     size = 64 << 20
     assert harness.extra_memory(lambda: bytearray(size)) > size // 2
-
-
-def first(count: int = 2, name: str = "n"):
-    """Rows of the first."""
-    yield {"name": name, "count": count}
-
-
-def second():
-    """Rows of the second."""
-    yield {"found": True}
-
-
-@pytest.mark.parametrize(
-    ("words", "functions", "says"),
-    [
-        (["--count", "5"], (first,), "| n | 5 |"),
-        (["first", "--name", "m"], (first, second), "| m | 2 |"),
-        (["second"], (first, second), "| True |"),
-    ],
-)
-def test_parameters_are_options(monkeypatch, capsys, words, functions, says):
-    monkeypatch.setattr(sys, "argv", ["x", *words])
-    harness.main(*functions)
-    assert says in capsys.readouterr().out
