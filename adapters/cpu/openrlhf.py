@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -39,32 +38,24 @@ def stand_in(journal: Journal) -> None:
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self) -> None:
-        self._busy = False
-
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _IMPORTER or self._busy:
-            return None
-        self._busy = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._busy = False
+        spec = PathFinder.find_spec(fullname, path) if fullname == _IMPORTER else None
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = _with_stand_in(spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 
 def _with_stand_in(execute: Any) -> Any:
-    padding = {
-        "rearrange": _rearrange,
-        "index_first_axis": operator.getitem,
-        "unpad_input": _unpad_input,
-        "pad_input": _pad_input,
-    }
+    from einops import rearrange  # OpenRLHF needs it, the other frameworks do not
+
     functions: dict[str, dict[str, Any]] = {
         "flash_attn": {},
-        "flash_attn.bert_padding": padding,
+        "flash_attn.bert_padding": {
+            "rearrange": rearrange,
+            "index_first_axis": operator.getitem,
+            "unpad_input": _unpad_input,
+            "pad_input": _pad_input,
+        },
         "flash_attn.utils": {},
         "flash_attn.utils.distributed": {"all_gather": _all_gather},
     }
@@ -80,12 +71,6 @@ def _with_stand_in(execute: Any) -> Any:
                 sys.modules.pop(name, None)
 
     return exec_module
-
-
-def _rearrange(x: Any, pattern: str, **sizes: Any) -> Any:
-    import einops
-
-    return einops.rearrange(x, pattern, **sizes)
 
 
 def _unpad_input(x: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:

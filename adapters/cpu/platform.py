@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import json
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import torch
@@ -42,18 +42,13 @@ class CpuDeviceModule(types.ModuleType):
     get_device_name = _always("CPU")
     empty_cache = ipc_collect = synchronize = reset_peak_memory_stats = set_device = _always(None)
 
-    def manual_seed(self, seed: int) -> None:
-        """Seed torch."""
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
         """Restore torch's generator. verl saves no state for a device named "cpu", but wants one on resuming."""
         torch.set_rng_state(state)
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
-        """Return the state of torch's generator."""
         return torch.get_rng_state()
 
 
@@ -81,21 +76,10 @@ def make_platform(base: type) -> type:
         is_ipc_supported = _always(False)  # verl then transfers weights through shared memory
         set_device = synchronize = empty_cache = set_allocator_settings = _always(None)
         profiler_start = profiler_stop = cudart = _always(None)
-
-        def manual_seed(self, seed: int) -> None:
-            torch.manual_seed(seed)
-
-        manual_seed_all = manual_seed
-
-        @contextlib.contextmanager
-        def nvtx_range(self, msg: str) -> Iterator[None]:
-            yield
-
-        def ray_noset_envvars(self) -> list[str]:
-            return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-        def rollout_env_vars(self) -> dict[str, str]:
-            return {}
+        manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+        nvtx_range = contextlib.nullcontext
+        ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
+        rollout_env_vars = _always({})
 
     return PlatformCPU
 

@@ -25,6 +25,7 @@ class _ExactImpl:
     """Causal BF16 attention over whole contexts. It refuses, by name, every feature that would change the formula."""
 
     jetrl_exact = True
+    scale: float
 
     def __init__(
         self,
@@ -60,21 +61,34 @@ class _ExactImpl:
         settings = (num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None)
         super().__init__(*settings)  # type: ignore[call-arg]  # the constructor of vLLM's class, the other base
 
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View vLLM's cache as keys and values, each ``[blocks, block size, KH, D]`` with any strides."""
+        raise NotImplementedError
 
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
-) -> torch.Tensor:
-    """Fill ``output [T, H, D]`` in place and return it.
-
-    Args:
-        query: ``[T, H, D]``; in ``query`` and ``output``, rows from ``step.num_actual_tokens`` on are padding.
-        keys, values: the cache, each ``[blocks, block size, KH, D]`` with any strides.
-        step: the backend's step metadata, with vLLM's field names.
-    """
-    tokens = step.num_actual_tokens
-    rows = output[:tokens].view(tokens, *query.shape[1:])
-    ops.attention_paged(query[:tokens], keys, values, step.block_table, step.seq_lens, step.query_start_loc, scale, rows)
-    return output
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Fill ``output [T, H, D]`` in place from ``query [T, H, D]``, both BF16. Their last rows may be padding."""
+        if attn_metadata is None:  # vLLM's memory profiling run
+            return output.fill_(0)
+        if output_scale is not None or output_block_scale is not None:
+            raise ModelError(
+                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
+            )
+        step, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        rows, scale = output[:tokens].view(tokens, *query.shape[1:]), self.scale
+        pages = self.pages(kv_cache)
+        ops.attention_paged(query[:tokens], *pages, step.block_table, step.seq_lens, step.query_start_loc, scale, rows)
+        return output
 
 
 # ---- On a CPU ------------------------------------------------------------------------------------
@@ -108,9 +122,8 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
     """The trainer's kernel over its own layout of vLLM's cache."""
 
-    @staticmethod
-    def pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View vLLM's cache ``[blocks, KH, block size, 2D]`` as keys and values, each ``[blocks, block size, KH, D]``."""
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View the cache, ``[blocks, KH, block size, 2D]`` to vLLM, in this backend's layout."""
         blocks, kv_heads, size, width = kv_cache.shape
         paged = kv_cache.view(blocks, 2, size, kv_heads, width // 2)
         return paged[:, 0], paged[:, 1]
@@ -134,23 +147,6 @@ class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
         block, row = slots // keys.shape[1], slots % keys.shape[1]
         keys[block, row] = key
         values[block, row] = value
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Fill ``output [T, H, D]`` in place from ``query [T, H, D]``, both BF16."""
-        if attn_metadata is None:
-            return output
-        return attend(query, *self.pages(kv_cache), attn_metadata, self.scale, output)
 
 
 class ExactCPUAttentionBackend(CPUAttentionBackend):
@@ -217,26 +213,9 @@ class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
         """Return False: the output is rounded to BF16 once."""
         return False
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``query [T, H, D]`` BF16, ``kv_cache`` in any layout of vLLM's Triton backend -> ``output``, in place."""
-        if attn_metadata is None:  # vLLM's memory profiling run
-            return output.fill_(0)
-        if output_scale is not None or output_block_scale is not None:
-            raise ModelError(
-                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
-            )
-        return attend(query, *paged_keys_and_values(kv_cache, self.head_size), attn_metadata, self.scale, output)
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View the cache in any layout of vLLM's Triton backend."""
+        return paged_keys_and_values(kv_cache, self.head_size)
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):

@@ -207,15 +207,10 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     tp = parallel.tensor_parallel_size
     if tp > 1 and config.on_cut == "refuse":
         # row-parallel layers whose share of K is not a multiple of 128; ``method`` checks the others as it loads
-        split = _split_layers(model.hf_config, model.hf_text_config)
+        split = FAMILIES.get(model.hf_config.model_type, LLAMA_LIKE).split_layers(model.hf_text_config)
         quantized = {name: k for name, k in split.items() if is_quantized(name, config.exclude)}
         if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp)]:
             raise cut_error(cut, tp)
-
-
-def _split_layers(whole: Any, hf_config: Any) -> dict[str, int]:
-    """Return row-parallel layers with their K, from the configurations of the model and of its language model."""
-    return FAMILIES.get(whole.model_type, LLAMA_LIKE).split_layers(hf_config)
 
 
 def _check_experts(vllm_config: VllmConfig, family: Family) -> None:

@@ -78,15 +78,11 @@ def finish(model: torch.nn.Module) -> None:
             continue
         swap(module, CompleteRunner)
         if module.routed_experts.scoring_func == "sigmoid":
-            _move_factor(module, method)
+            method.scale *= module.routed_scaling_factor
+            module.routed_scaling_factor = 1.0
         for layer in module.shared_experts.modules() if module.shared_experts is not None else ():
             if isinstance(layer, RowParallelLinear):
                 layer.reduce_results = True
-
-
-def _move_factor(runner: MoERunner, method: QuantizedExpertsMethod) -> None:
-    method.scale *= runner.routed_scaling_factor
-    runner.routed_scaling_factor = 1.0
 
 
 # ---- The experts method --------------------------------------------------------------------------

@@ -173,9 +173,9 @@ class LinearFormat(abc.ABC):
         """Return the backend that can fuse norms and activations with the quantization for this layer; None if none can."""
         return None
 
-    @abc.abstractmethod
     def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         """Multiply BF16 activations by this rank's weight: [M, N] in BF16, or in FP32 as an unrounded partial sum."""
+        return self.backend(x_MK.device).fprop(x_MK, w, out_dtype)
 
 
 class BlockFp8(LinearFormat):
@@ -244,10 +244,6 @@ class BlockFp8(LinearFormat):
         """Scales [ceil(N/128), ceil(K/128)]."""
         return self.backend(w_NK.device).quantize_weight(w_NK, self.config.scale_format)
 
-    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-        """By the backend, scales [N, ceil(K/128)]."""
-        return self.backend(x_MK.device).fprop(x_MK, w, out_dtype)
-
 
 class ChannelFp8(LinearFormat):
     """e4m3 with per-channel weight scales and per-token activation scales: a block GEMM with scales constant along K."""
@@ -258,10 +254,6 @@ class ChannelFp8(LinearFormat):
     def quantize(self, w_NK: torch.Tensor) -> Quantized:
         """Scales [N, 1]."""
         return rowwise.quantize_fp8_rows(w_NK, self.config.scale_format)
-
-    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-        """By the backend, scales [N, 1]."""
-        return self.backend(x_MK.device).fprop(x_MK, w, out_dtype)
 
 
 # ---- INT8 ----------------------------------------------------------------------------------------
