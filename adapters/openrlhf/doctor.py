@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import importlib.util
 import io
 import operator
 import os
@@ -135,8 +134,9 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
         raise ConfigError(explain(str(path), required="an argument parser under __main__", found="none", fix=fix))
     names: dict[str, Any] = {}
     _execute([node for node in tree.body if _is_stdlib_import(node)] + body[:cut], names, path)
-    flat = _parse_args(names["parser"], arguments)
-    names["args"] = _load(tools).hierarchize(flat)
+    helpers: dict[str, Any] = {}  # of a file that imports nothing from its package
+    _execute(ast.parse(tools.read_text()).body, helpers, tools)
+    names["args"] = helpers["hierarchize"](_parse_args(names["parser"], arguments))
     for problem in reward_problems(names["args"]):  # first, because OpenRLHF's checks fail on a missing reward
         raise problem
     checks = [node for node in body[cut + 1 :] if not _imports_or_trains(node)]
@@ -198,12 +198,3 @@ def _imports_or_trains(node: ast.stmt) -> bool:
         if isinstance(inner, ast.Call) and ast.unparse(inner.func) in ("train", "hierarchize"):
             return True
     return False
-
-
-def _load(path: Path) -> Any:
-    """Load a module from a file that imports nothing from its package."""
-    spec = importlib.util.spec_from_file_location("_openrlhf_" + path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

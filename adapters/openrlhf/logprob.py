@@ -22,11 +22,9 @@ from jetrl_patch.trainer.audit import sample
 # the first update.
 
 def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
-    """Whether the rollout's log-probs are the old ones of this step.
+    """Whether the rollout's log-probs are the old ones of a step with these experiences, which have seen no forward pass.
 
-    Args:
-        samples: OpenRLHF's experiences, before any forward pass.
-        are_current: returns a bool [B], True for samples made by the trainer's current weights. The others need the pass.
+    ``are_current`` returns a bool [B], True for samples made by the trainer's current weights. The others need the pass.
     """
     if not session.active_config().skips_old_pass or DRIVER.audit.failed:
         return False
@@ -169,11 +167,9 @@ _RETURN_ENTROPY = 6
 
 
 def first_tokens(action_mask: Any, width: int) -> Any:
-    """Mark the rows of the logits [B, T] that predict the first token of a response, in each turn.
+    """Mark the rows of the logits [B, T = width] that predict the first token of a response, in each turn.
 
-    Args:
-        action_mask: [B, A], nonzero at response tokens; its last column belongs to logits row T - 2.
-        width: T.
+    ``action_mask`` [B, A] is nonzero at response tokens; its last column belongs to logits row T - 2.
     """
     import torch
 
@@ -245,12 +241,9 @@ def process_response(original: Any, self: Any, response: Any, **kwargs: Any) -> 
 
 
 def check_turns(ranges: Iterable[tuple[int, int]]) -> None:
-    """Raise ConfigError if an agent's turn directly follows another one.
+    """Raise ConfigError if one of an agent's turns (first token, one past the last) directly follows another.
 
     vLLM bans EOS at the first token of each turn, but the sample's mask joins the two.
-
-    Args:
-        ranges: first and one past the last token of each turn.
     """
     for (_, end), (start, _) in itertools.pairwise(ranges):
         if start == end:

@@ -16,9 +16,8 @@ from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.adapters.openrlhf.transport import decode
-from jetrl_patch.measure.mismatch import Mismatch
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.trainer.audit import Compared, audited_metrics, hold, say_if_nothing, step_metrics, sync_metrics
+from jetrl_patch.trainer.audit import Compared, hold, say_if_nothing, step_metrics, sync_metrics
 
 # ---- Record which weights made a sample: the number of the engine's last weight sync at the first and last token
 # This runs in OpenRLHF's ``RolloutRayActor``, whose vLLM client gets both weight syncs and requests. The end of a sync sets the
@@ -112,6 +111,8 @@ def trainer_init(original: Any, self: Any, strategy: Any, *args: Any, **kwargs: 
 @replacement
 def make_experience(original: Any, self: Any, samples_list: Any) -> Any:
     """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
+    import torch
+
     may_skip = logprob.may_skip(samples_list, lambda experience: _current(experience, self.args))
     DRIVER.skipped = samples_list if may_skip else None
     try:
@@ -119,13 +120,15 @@ def make_experience(original: Any, self: Any, samples_list: Any) -> Any:
         if DRIVER.skipped is None:
             note_mismatch(experiences, self.args)
         else:
-            DRIVER.corrected = _corrected(experiences, self.args)
+            mask = _rows([e.action_mask for e in experiences])
+            ratios = torch.zeros(mask.shape)  # of 1: the old log-probs are the rollout's
+            DRIVER.corrected = correction.figures(self.args.algo.advantage, session.active_config(), ratios, mask)
         return experiences
     finally:
         DRIVER.skipped = None
 
 
-def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
+def note_mismatch(experiences: Sequence[Any], args: Any) -> None:
     """Compare the log-probs of a step's samples and keep the metrics for its log line.
 
     Raises AuditError in exact mode if a token of the trainer's weights differs and ``on_mismatch="stop"``.
@@ -135,7 +138,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     with_both = [e for e in experiences if e.rollout_log_probs is not None]
     if not with_both:
         _warn("the samples have no rollout log-probs, so this step reports no mismatch")
-        return None
+        return
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
     trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both]) for field in fields)
     current = torch.cat([_current(e, args) for e in with_both])
@@ -146,31 +149,10 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     names = [name for e in with_both for name in logprob.names(e)]
     hold(trainer, rollout, mask, current, session.active_config(), names)
-    return found
-
-
-def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
-    """The correction's metrics in a step whose old log-probs are the rollout's: every weight is 1."""
-    import torch
-
-    mask = _rows([e.action_mask for e in experiences])
-    return correction.figures(args.algo.advantage, session.active_config(), torch.zeros(mask.shape), mask)
 
 
 def _warn(line: str) -> None:
     logger.warning("jetrl_patch: %s", line)
-
-
-def note_audit(reports: Sequence[dict[str, Any]]) -> None:
-    """Keep the metrics of a step without the policy's pass, from the comparisons of the driver and all actors."""
-    corrected, DRIVER.corrected = DRIVER.corrected, None
-    parts = [report["audit"] for report in reports]
-    DRIVER.audit.failed |= any(part["differed"] for part in parts)
-    found = audited_metrics([DRIVER.audit.take(), *(part["sums"] for part in parts)])
-    if corrected is None or found is None:
-        return
-    figures, metrics = found
-    DRIVER.metrics.update(step_metrics(figures, corrected, figures) | metrics)
 
 
 def _current(experience: Any, args: Any) -> Any:
@@ -207,10 +189,14 @@ def broadcast_to_vllm(original: Any, self: Any) -> None:
 
 
 def note_sync(reports: Sequence[dict[str, Any]]) -> None:
-    """Keep the metrics of a sync from the policy actors' reports, rank 0 first."""
+    """Keep the metrics of a sync, and of a step without the policy's pass, from the policy actors' reports, rank 0 first."""
     DRIVER.metrics.update(sync_metrics(reports))
     DRIVER.version = reports[0]["version"]
-    note_audit(reports)
+    found = DRIVER.audit.merged(reports)
+    if DRIVER.corrected is not None and found is not None:
+        figures, counts = found
+        DRIVER.metrics.update(step_metrics(figures, DRIVER.corrected, figures) | counts)
+    DRIVER.corrected = None
     for line in reports[0]["lines"]:
         _warn(line)
 

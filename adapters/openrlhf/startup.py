@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import textwrap
@@ -135,12 +136,7 @@ def _dead(lock: Path, seconds: float) -> ConfigError:
 def audit(trainer: Any) -> list[dict[str, Any]]:
     """Compare the reports of the vLLM workers and of the actors that compute log-probs, and log each.
 
-    Args:
-        trainer: OpenRLHF's ``BasePPOTrainer``.
-
-    Raises:
-        NotPatchedError: a process is not patched, or has no FP8 layers.
-        ConflictError: a process has other settings.
+    Raises NotPatchedError if a process is not patched or has no FP8 layers, ConflictError if it has other settings.
     """
     from openrlhf.utils.logging_utils import init_logger
 
@@ -148,7 +144,9 @@ def audit(trainer: Any) -> list[dict[str, Any]]:
     groups = {"policy actor": trainer.actor_model_group, "reference actor": trainer.reference_model_group}
     reports = [{"role": role, **found} for role, group in groups.items() if group for found in ask_actors(group, None)]
     if config.quantized_rollout:
-        reports += [{"role": "vLLM worker", **found} for found in ask_engines(trainer.vllm_engines, config)]
+        for worker in itertools.chain.from_iterable(Orders(trainer.vllm_engines, config.sync_timeout).ask("status")):
+            layers = len(worker["layers"]) + len(worker["guarded"])
+            reports.append({"role": "vLLM worker", **worker, "layers": layers})
     logger = init_logger(__name__)
     for report in reports:
         check_report(report, config)
@@ -183,9 +181,3 @@ def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
         return [found[0] for found in ray.get(calls)]
     except AttributeError as error:
         raise NotPatchedError(f"an actor of OpenRLHF is not patched. {START}") from error
-
-
-def ask_engines(engines: Any, config: Config) -> list[dict[str, Any]]:
-    """Return a report of every vLLM worker, in the form of the actors' reports."""
-    found = Orders(engines, config.sync_timeout).ask("status")
-    return [{**worker, "layers": len(worker["layers"]) + len(worker["guarded"])} for engine in found for worker in engine]

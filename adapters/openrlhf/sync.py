@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings, vision
 from jetrl_patch.adapters.openrlhf.startup import ask_actors
 from jetrl_patch.adapters.openrlhf.state import DRIVER, START, WORKER, where
-from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, send_all
+from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, broadcast, send_all
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.patching.patch import replacement
@@ -108,7 +109,7 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     if source.base is not None and sends:
         source.base.offer(_from_lead(held) if trainer.use_cuda_ipc else held)
     if sends:
-        wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, _group(trainer))
+        wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else _group_wire(trainer, orders)
         device = next(model.parameters()).device
         send_all(wire, pack(source.stream(weights, stats), device))
     else:
@@ -187,18 +188,9 @@ def _from_lead(held: str) -> str:
     return told[0]
 
 
-def _group(trainer: Any) -> Callable[[Any], None]:
-    def broadcast(flat: Any) -> None:
-        if getattr(trainer.strategy.args.vllm, "sync_with_ray", False):
-            import ray.util.collective as collective
-
-            collective.broadcast(flat, 0, group_name=trainer._model_update_group)
-            return
-        import torch
-
-        trainer._model_update_group.broadcast(flat, src=0, stream=torch.cuda.current_stream())
-
-    return broadcast
+def _group_wire(trainer: Any, orders: Orders) -> GroupWire:
+    by_ray = bool(getattr(trainer.strategy.args.vllm, "sync_with_ray", False))
+    return GroupWire(orders, functools.partial(broadcast, group=trainer._model_update_group, by_ray=by_ray))
 
 
 def _count_plain(trainer: Any, stats: SyncStats) -> int:

@@ -40,12 +40,7 @@ def decode(name: Any) -> dict[str, Any] | None:
 
 
 class Orders:
-    """Remote calls to all engines, counted and with a timeout.
-
-    Args:
-        engines: OpenRLHF's Ray actors.
-        timeout: seconds that one call may take.
-    """
+    """Remote calls to all engines (OpenRLHF's Ray actors), counted. One call may take ``timeout`` seconds."""
 
     def __init__(self, engines: Sequence[Any], timeout: float) -> None:
         self.engines = engines
@@ -125,11 +120,22 @@ def send_all(wire: Wire, buckets: Iterable[Bucket]) -> None:
         wire.finish()
 
 
+def broadcast(tensor: Any, group: Any, by_ray: bool) -> None:
+    """Send or receive one tensor over the group of OpenRLHF's ``init_process_group``, from the trainer's rank 0."""
+    if by_ray:
+        import ray.util.collective as collective
+
+        collective.broadcast(tensor, 0, group_name=group)
+    else:
+        import torch
+
+        group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+
+
 class GroupWire:
     """Transport over the collective group of the trainer's rank 0 and all vLLM workers.
 
-    Args:
-        broadcast: sends a tensor to the group; may block until all members have it.
+    ``broadcast`` sends a tensor to the group; it may block until all members have it.
     """
 
     def __init__(self, orders: Orders, broadcast: Callable[[Any], None]) -> None:
@@ -229,19 +235,23 @@ def update_weight(original: Any, self: Any, name: Any, dtype: Any, shape: Any, e
     order = decode(name)
     if order is None:
         if session.active_with(lambda config: config.quantized_rollout):
-            _broadcast(self, dtype, shape)  # or the sender would hang
+            _received(self, dtype, shape)  # or the sender would hang
             raise _unpatched_trainer()
         return original(self, name, dtype, shape, empty_cache)
     session.require_active("the vLLM worker")
     receiver = self.jetrl_receiver
     if order["op"] == "bucket":
-        import torch
-
-        flat = _broadcast(self, torch.uint8, shape)
-        receiver.on_bucket(unpack(flat, entries_of(order)))
+        receiver.on_bucket(unpack(_received(self, dtype, shape), entries_of(order)))
         return None
     if order["op"] == "begin":
-        answer = _who(receiver)
+        answer = {
+            "pid": os.getpid(),
+            "node": where(),
+            "config": session.active_config().to_env(),
+            "serves": receiver.state is State.SERVING,
+            "held": receiver.held(),
+            "version": receiver.version,
+        }
         receiver.restart()
         return answer
     if order["op"] == "status":
@@ -276,30 +286,13 @@ def update_weight_cuda_ipc(
     return None
 
 
-def _broadcast(worker: Any, dtype: Any, shape: Any) -> Any:
-    """Receive one tensor over the group of ``init_process_group``."""
+def _received(worker: Any, dtype: Any, shape: Any) -> Any:
     import torch
 
     device = next(worker.model_runner.get_model().parameters()).device
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if worker._model_update_with_ray:
-        import ray.util.collective as collective
-
-        collective.broadcast(tensor, 0, group_name=worker._model_update_group)
-    else:
-        worker._model_update_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+    broadcast(tensor, worker._model_update_group, worker._model_update_with_ray)
     return tensor
-
-
-def _who(receiver: Any) -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "node": where(),
-        "config": session.active_config().to_env(),
-        "serves": receiver.state is State.SERVING,
-        "held": receiver.held(),
-        "version": receiver.version,
-    }
 
 
 def _unpatched_trainer() -> NotPatchedError:

@@ -11,7 +11,7 @@ from jetrl_patch.adapters.verl import correction, state
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
+from jetrl_patch.trainer.audit import Audit, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +85,6 @@ def bypass_figures(reports: Sequence[dict[str, Any]]) -> tuple[Any, dict[str, fl
 # - In the trainer loop, unless a step has exactly one update: a share of the samples goes through the pass.
 #
 # The pass still runs for samples without log-probs or of other weights, and after a difference that did not stop the run.
-
-#: key of ``Audit.report`` in a worker's report
-AUDIT = "audit"
 
 #: what V0's loop logs about the pass, or computes from a comparison of the rollout's log-probs with themselves
 _OF_THE_PASS = (
@@ -258,10 +255,9 @@ def take(reports: Sequence[dict[str, Any]]) -> tuple[Mismatch, dict[str, float],
     audit, DRIVER.audit = DRIVER.audit, None
     if audit is None:
         return None
-    parts = [report[AUDIT] for report in reports]
-    if any(part["differed"] for part in parts):
+    if any(report["audit"]["differed"] for report in reports):
         _give_up()
-    found = audited_metrics([audit.take(), *(part["sums"] for part in parts)])
+    found = audit.merged(reports)
     return None if found is None else (found[0], DRIVER.corrected, found[1])
 
 

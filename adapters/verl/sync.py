@@ -233,4 +233,4 @@ def _compared(engine: Any) -> dict[str, Any]:
     measured, audited = old_log_probs.take_measured(), WORKER.audit.report()
     if not engine.is_mp_src_rank_with_outputs():
         measured, audited = [], {**audited, "sums": None}
-    return {old_log_probs.LOSS: measured, old_log_probs.AUDIT: audited}
+    return {old_log_probs.LOSS: measured, "audit": audited}

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
 __all__ = [
-    "Audit", "Compared", "audited_metrics", "hold", "hold_figures", "sample", "say_if_nothing", "step_metrics",
-    "sync_metrics", "sync_report",
+    "Audit", "Compared", "hold", "hold_figures", "sample", "say_if_nothing", "step_metrics", "sync_metrics", "sync_report",
 ]  # fmt: skip
 
 
@@ -78,6 +77,19 @@ class Audit:
         """What a process reports at a weight sync: "sums" from ``take()``, and "differed": whether any token of the run did."""
         return {"sums": self.take(), "differed": self.failed}
 
+    def merged(self, reports: Sequence[Mapping[str, Any]]) -> tuple[Mismatch, dict[str, float]] | None:
+        """``take()`` merged with what each process reported as "audit": the step's mismatch, and ``jetrl/audited_tokens``.
+
+        None if nothing was compared. ``failed`` then covers the other processes too.
+        """
+        parts = [report["audit"] for report in reports]
+        self.failed |= any(part["differed"] for part in parts)
+        found = [Sums(**sums) for sums in (self.take(), *(part["sums"] for part in parts)) if sums is not None]
+        if not found:
+            return None
+        figures = merge(Sums, found).figures()
+        return figures, {"jetrl/audited_tokens": float(figures.tokens)}
+
 
 def hold(trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor, config: Config, names: Sequence[str] = ()) -> None:
     """In exact mode, require equal log-probs of samples from the trainer's current weights. As ``Audit.compare``.
@@ -132,15 +144,6 @@ def sample(count: int, fraction: float, multiple: int = 1) -> list[int]:
         return []
     wanted = min(count, math.ceil(math.ceil(count * fraction) / multiple) * multiple)
     return [i * count // wanted for i in range(wanted)]
-
-
-def audited_metrics(parts: Sequence[dict[str, Any] | None]) -> tuple[Mismatch, dict[str, float]] | None:
-    """Merge the comparisons of all processes into the step's mismatch and ``jetrl/audited_tokens``; None if there were none."""
-    found = [Sums(**part) for part in parts if part is not None]
-    if not found:
-        return None
-    figures = merge(Sums, found).figures()
-    return figures, {"jetrl/audited_tokens": float(figures.tokens)}
 
 
 # ---- Mismatch metrics of a step, for the log -----------------------------------------------------

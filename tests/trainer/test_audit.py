@@ -8,7 +8,7 @@ import torch
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError
 from jetrl_patch.measure.mismatch import mismatch
-from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
+from jetrl_patch.trainer.audit import Audit, sample
 
 STOP = Config(old_log_probs="rollout")
 GO_ON = STOP.replace(on_mismatch="recompute")
@@ -33,7 +33,7 @@ def one_ulp_off(values, row, position):
 def test_equal_bits_pass_whatever_stands_where_nothing_counts(batch, config):
     audit = Audit()
     assert audit.compare(*batch, config)
-    found, metrics = audited_metrics([audit.take(), None])
+    found, metrics = audit.merged([{"audit": Audit().report()}])
     assert (found.tokens, found.bit_equal_fraction, found.logp_abs_diff_max) == (11, 1.0, 0.0)
     assert metrics == {"jetrl/audited_tokens": 11.0} and not audit.failed and audit.take() is None
 
@@ -63,7 +63,7 @@ def test_a_difference_can_be_logged_instead(batch, caplog):
     assert not audit.compare(changed, rollout, mask, GO_ON) and audit.failed
     assert "response token 1 of sample 0" in caplog.text and caplog.records[0].levelname == "ERROR"
     assert audit.compare(trainer, rollout, mask, GO_ON) and audit.failed  # for the rest of the run
-    found, _ = audited_metrics([audit.take()])
+    found, _ = audit.merged([])
     expected = mismatch(torch.cat([changed, trainer]), torch.cat([rollout] * 2), torch.cat([mask] * 2))
     assert found == expected and found.bit_equal_fraction == 21 / 22
 
@@ -89,7 +89,7 @@ def test_a_value_that_is_not_finite_is_a_difference_though_both_sides_have_its_b
 
 
 def test_nothing_compared_is_nothing_logged():
-    assert audited_metrics([None, None]) is None and audited_metrics([]) is None
+    assert Audit().merged([{"audit": Audit().report()}]) is None and Audit().merged([]) is None
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3])

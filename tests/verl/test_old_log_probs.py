@@ -89,7 +89,7 @@ REPORT = {"monitor": {}, "lines": [], "sync_seconds": 0.1}
 
 
 def report(sums: Any = None, failed: bool = False) -> dict[str, Any]:
-    return {"jetrl": {**REPORT, old_log_probs.AUDIT: {"sums": sums, "differed": failed}}}
+    return {"jetrl": {**REPORT, "audit": {"sums": sums, "differed": failed}}}
 
 
 def compared(data: dict[str, torch.Tensor]) -> dict[str, Any]:
