@@ -88,7 +88,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"precision": ["bf16"]}, "unknown precision"),
         ({"precision": "fp16", "align": "exact"}, "align='exact' contradicts precision='fp16'"),
         ({"kv_cache": "fp16"}, "unknown kv_cache 'fp16'. Set it to one of 'auto', 'fp8'"),
-        ({"kv_cache": "fp8"}, "keys and values that only the rollout rounds to FP8. Drop kv_cache"),
+        ({"kv_cache": "fp8", "exact_attention": "flash3"}, "only the project's kernel reads an FP8 cache. Drop one"),
         ({"head_dtype": "fp32"}, "unknown head_dtype 'fp32'. Set it to one of 'auto', 'bfloat16', 'float32'"),
         ({"head_dtype": "bfloat16", "precision": "fp16"}, "one 16-bit format, found two"),
         ({"align": "none"}, "unknown align 'none'"),

@@ -110,7 +110,7 @@ def precision_problems(select: Callable[[str], Any], config: Config) -> Iterator
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, argument)
     if config.kv_cache == "fp8":
-        error = registry.rollout().kv_cache_error()
+        error = registry.rollout().kv_cache_error(config.exact)
         if error is not None:
             yield error
 

@@ -66,7 +66,7 @@ class TransformersAdapter(Adapter):
         return (
             *((experts,) if config.fp8_train else ()),
             OnImport(
-                "transformers.modeling_utils", "AttentionInterface", partial(_register_attention, exact=config.exact),
+                "transformers.modeling_utils", "AttentionInterface", partial(_register_attention, config=config),
                 reason="without them the trainer's attention rounds differently from the rollout's, and with sequence "
                 "parallelism it sees only a slice",
             ),
@@ -82,14 +82,15 @@ def _register(journal: Journal, registry: Any, name: str, function: Any, reason:
     journal.set_item(registry._global_mapping, name, function, target=target, reason=reason)
 
 
-def _register_attention(module: ModuleType, journal: Journal, exact: bool) -> None:
+def _register_attention(module: ModuleType, journal: Journal, config: Config) -> None:
     from jetrl_patch.adapters.transformers.attention import NAME, PACKED, exact_attention, packed_sdpa, whole_sequences
 
     reason = "torch's attention for ranks that share sequences"
     _register(journal, module.AttentionInterface, PACKED, whole_sequences(packed_sdpa), reason)
-    if exact:
+    if config.exact:
         reason = "the rollout's attention kernel as the trainer's forward"
-        _register(journal, module.AttentionInterface, NAME, whole_sequences(exact_attention), reason)
+        attention = partial(exact_attention, fp8_cache=config.kv_cache == "fp8")
+        _register(journal, module.AttentionInterface, NAME, whole_sequences(attention), reason)
 
 
 def _register_experts(module: ModuleType, journal: Journal) -> None:

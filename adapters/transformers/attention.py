@@ -150,11 +150,13 @@ def exact_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    fp8_cache: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, T, D], key and value [B, KH, T, D] -> [B, T, H, D].
 
-    Padding gets zeros. Raises ModelError for a key/value cache, because only the rollout generates, and for dropout.
+    With ``fp8_cache``, keys and values are rounded as in the rollout's FP8 KV cache. Padding gets zeros. Raises ModelError for a
+    key/value cache, because only the rollout generates, and for dropout.
     """
     B, H, T, D = query.shape
     if key.shape[2] != T:
@@ -169,7 +171,7 @@ def exact_attention(
         q, k, v = (t[layout.places] for t in (q, k, v))
     if layout.exceeded is not None:  # some boundaries may be missing; then every result must be NaN
         v = v.masked_fill(layout.exceeded, float("nan"))
-    out = attention_varlen(q, k, v, layout.cu_seqlens, D**-0.5 if scaling is None else scaling)
+    out = attention_varlen(q, k, v, layout.cu_seqlens, D**-0.5 if scaling is None else scaling, fp8_cache)
     if layout.places is not None:
         out = out.new_zeros(B * T, H, D).index_copy(0, layout.places, out)
     return out.view(B, T, H, D), None

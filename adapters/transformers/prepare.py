@@ -195,7 +195,7 @@ def prepare_model(
     if config.exact:
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
-        choose_attention(config.exact_attention, *_heads(model.config), torch.device(device_type))
+        choose_attention(config.resolved_attention, *_heads(model.config), torch.device(device_type))
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16

@@ -96,7 +96,7 @@ _VALUES: dict[str, _Value] = {
     "kv_cache_dtype": _Value(
         lambda value, config, _: value not in ("auto", "bfloat16") and config.kv_cache == "auto",
         "auto or bfloat16",
-        "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it with align='linear'",
+        "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it",
     ),
     "quantization": _Value(lambda value, *_: value not in QUANTIZATIONS, "no quantization but jetrl_patch's"),
     "logprobs_mode": _Value(
@@ -155,18 +155,20 @@ def _short(value: Any) -> str:
 
 # ---- Whether this machine has an FP8 KV cache; these functions import vLLM -----------------------
 
-def kv_cache_error() -> ConfigError | None:
-    """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""
-    problem, required = kv_cache_problem(), "a device with an FP8 KV cache"
+def kv_cache_error(exact: bool) -> ConfigError | None:
+    """Return the error for a machine without an FP8 KV cache, in exact mode or outside; None if it has one."""
+    problem, required = kv_cache_problem(exact), "a device with an FP8 KV cache"
     return ConfigError(explain("kv_cache='fp8'", required=required, found=problem, fix="drop kv_cache")) if problem else None
 
 
-def kv_cache_problem() -> str:
-    """Return why vLLM has no FP8 KV cache on this machine; empty if it has one, or if this process sees no device."""
+def kv_cache_problem(exact: bool) -> str:
+    """Return why this machine has no FP8 KV cache; empty if it has one, or if this process sees no device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():
         return ""  # in a driver without a device; the engine's process checks again
+    if current_platform.is_cpu() and exact:
+        return ""  # the plugin's own attention
     if current_platform.is_cpu():
         import torch
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

@@ -15,9 +15,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
+from jetrl_patch import session
 from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
+from jetrl_patch.exact.kv_cache import VLLM_DTYPE, Pages, rounded
 
 # ---- On every device -----------------------------------------------------------------------------
 
@@ -26,6 +28,8 @@ class _ExactImpl:
 
     jetrl_exact = True
     scale: float
+    #: values of ``kv_cache_dtype`` that this device's cache can have
+    cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "bfloat16")
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class _ExactImpl:
         refused = {
             "ALiBi": alibi_slopes is not None,
             "a sliding window": sliding_window is not None,
-            f"a quantized KV cache ({kv_cache_dtype})": kv_cache_dtype not in ("auto", "bfloat16"),
+            f"the KV cache {kv_cache_dtype}": kv_cache_dtype not in self.cache_dtypes,
             "capped attention logits": bool(logits_soft_cap),
             f"{kind} attention": kind != "decoder",
             "a KV cache shared between layers": kv_sharing_target_layer_name is not None,
@@ -61,8 +65,8 @@ class _ExactImpl:
         settings = (num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None)
         super().__init__(*settings)  # type: ignore[call-arg]  # the constructor of vLLM's class, the other base
 
-    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View vLLM's cache as keys and values, each ``[blocks, block size, KH, D]`` with any strides."""
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View vLLM's cache as keys and values, each ``[blocks, block size, KH, D]`` with any strides; if FP8, also scales."""
         raise NotImplementedError
 
     def forward(
@@ -86,8 +90,9 @@ class _ExactImpl:
             )
         step, tokens = attn_metadata, attn_metadata.num_actual_tokens
         rows, scale = output[:tokens].view(tokens, *query.shape[1:]), self.scale
-        pages = self.pages(kv_cache)
-        ops.attention_paged(query[:tokens], *pages, step.block_table, step.seq_lens, step.query_start_loc, scale, rows)
+        keys, values, *scales = self.pages(kv_cache)
+        where = (step.block_table, step.seq_lens, step.query_start_loc)
+        ops.attention_paged(query[:tokens], keys, values, *where, scale, rows, tuple(scales) or None)
         return output
 
 
@@ -120,7 +125,11 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 
 
 class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
-    """The trainer's kernel over its own layout of vLLM's cache."""
+    """The trainer's kernel over its own layout of vLLM's cache, which is BF16. An "FP8 cache" holds the rounded values."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp8_cache = session.active_config().kv_cache == "fp8"
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View the cache, ``[blocks, KH, block size, 2D]`` to vLLM, in this backend's layout."""
@@ -144,6 +153,8 @@ class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
         if bool((slots < 0).any()):
             real = slots >= 0
             slots, key, value = slots[real], key[real], value[real]
+        if self.fp8_cache:
+            key, value = rounded(key, value)
         block, row = slots // keys.shape[1], slots % keys.shape[1]
         keys[block, row] = key
         values[block, row] = value
@@ -207,22 +218,42 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
 
 
 class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
-    """Fills the cache like its parent, and reads it with the trainer's kernel."""
+    """Fills a BF16 cache like its parent, and reads it with the trainer's kernel. An FP8 cache has the project's layout."""
+
+    cache_dtypes = ("auto", "bfloat16", VLLM_DTYPE)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write ``key`` and ``value [T, KH, D]`` to the slots of their tokens; slot -1 is padding."""
+        pages, count = self.pages(kv_cache), slot_mapping.shape[0]
+        if isinstance(pages, Pages):
+            pages.store(key[:count], value[:count], slot_mapping)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return False: the output is rounded to BF16 once."""
         return False
 
-    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View the cache in any layout of vLLM's Triton backend."""
-        return paged_keys_and_values(kv_cache, self.head_size)
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View a BF16 cache in any layout of vLLM's Triton backend, an FP8 cache in the project's."""
+        if self.kv_cache_dtype != VLLM_DTYPE:
+            return paged_keys_and_values(kv_cache, self.head_size)
+        size = kv_cache[0].numel() // (self.num_kv_heads * (2 * self.head_size + 8))
+        return Pages.of(kv_cache, size, self.num_kv_heads, self.head_size)
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):
     """vLLM's ``CUSTOM`` backend. It accepts only what the exact kernel computes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", VLLM_DTYPE]
 
     @staticmethod
     def get_name() -> str:

@@ -18,6 +18,7 @@ from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.exact.kv_cache import VLLM_DTYPE
 from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.models.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.models.layers import is_cut, is_quantized
@@ -51,10 +52,13 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
     if config.kv_cache == "fp8":
         if args.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
             raise _conflict("KV cache", args.kv_cache_dtype, "kv_cache='fp8'", "kv_cache_dtype")
-        error = kv_cache_error()
+        error = kv_cache_error(config.exact)
         if error is not None:
             raise error
-        args.kv_cache_dtype = "fp8"
+        if not config.exact:
+            args.kv_cache_dtype = "fp8"
+        else:  # on a CPU the cache stays BF16 and holds rounded values
+            args.kv_cache_dtype = "auto" if _on_cpu() else VLLM_DTYPE
     if config.fp32_head and not config.exact:
         overrides = args.hf_overrides
         if not isinstance(overrides, Mapping):
@@ -86,7 +90,7 @@ def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
     if config.fp32_head and not config.exact and str(model.head_dtype) != "torch.float32":
         found, fix = str(model.head_dtype), "leave head_dtype at 'auto'"
         raise ModelError(explain("head_dtype='float32' in vLLM", required="float32", found=found, fix=fix))
-    if config.kv_cache == "fp8" and _on_cpu() and model.get_head_size() % 32:
+    if config.kv_cache == "fp8" and not config.exact and _on_cpu() and model.get_head_size() % 32:
         heads, found = "heads of a multiple of 32", str(model.get_head_size())
         raise ModelError(explain("kv_cache='fp8' on a CPU", required=heads, found=found, fix="drop kv_cache"))
 
@@ -126,7 +130,9 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             "pipeline_parallel_size": args.pipeline_parallel_size > 1,
             "decode_context_parallel_size": args.decode_context_parallel_size > 1,
             "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
-            f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", "bfloat16"),
+            f"kv_cache_dtype={args.kv_cache_dtype}": (
+                config.kv_cache == "auto" and args.kv_cache_dtype not in ("auto", "bfloat16")
+            ),
         }
     if unsupported := _present(refused):
         fix = "Turn it off, or use align='linear'." if config.exact and not args.enable_lora else "Turn it off."

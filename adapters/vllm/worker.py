@@ -103,8 +103,8 @@ def try_ops(worker: Any, config: Config) -> None:
     """
     if not current_platform.is_cpu():
         sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or trial.PAGE
-        trial.choose_attention(config.exact_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
-        trial.require_exact_ops(sizes, worker.device, page)
+        trial.choose_attention(config.resolved_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
+        trial.require_exact_ops(sizes, worker.device, page, fp8_cache=config.kv_cache == "fp8")
         choose_sum(worker.device)
         keep_equal(worker.model_runner.get_model())
 

@@ -135,7 +135,8 @@ def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     return torch.where(torch.isfinite(scale), rounded, scale)
 
 
-def _to_fp8(scaled: Tensor) -> Tensor:
+def to_fp8(scaled: Tensor) -> Tensor:
+    """Round to e4m3, ties to even, saturating; NaN stays NaN."""
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN, so always clamp
 
 
@@ -148,7 +149,7 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     M, K = x_MK.shape
     x = F.pad(x_MK.float(), (0, groups(K) * BLOCK - K)).view(M, groups(K), BLOCK)
     s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
-    q_MK = _to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous()
+    q_MK = to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous()
     return Quantized(q_MK, s_MG, "rows", scale_format)
 
 
@@ -172,7 +173,7 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
     w = w_NK.to(torch.bfloat16).float()
     w = F.pad(w, (0, groups(K) * BLOCK - K, 0, groups(N) * BLOCK - N)).view(groups(N), BLOCK, groups(K), BLOCK)
     s_blocks = scale_from_amax(w.abs().amax(dim=(1, 3)), scale_format)
-    q = _to_fp8(w / s_blocks[:, None, :, None]).view(groups(N) * BLOCK, groups(K) * BLOCK)
+    q = to_fp8(w / s_blocks[:, None, :, None]).view(groups(N) * BLOCK, groups(K) * BLOCK)
     return Quantized(q[:N, :K].contiguous(), s_blocks, "blocks", scale_format)
 
 

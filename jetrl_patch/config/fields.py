@@ -377,8 +377,8 @@ class Fields:
     )
     kv_cache: KvCache = setting(
         "auto", "rollout",
-        "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. `fp8` does not work with "
-        "`align=\"exact\"`, because the trainer has no KV cache",
+        "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. With `align=\"exact\"` each token and "
+        "head has its own scale, and the trainer rounds its keys and values in the same way",
         choices=get_args(KvCache), joint=True,
     )
     head_dtype: HeadDtype = setting(

@@ -97,6 +97,11 @@ class Config(Fields):
         return self.resolved_align == "exact"
 
     @property
+    def resolved_attention(self) -> str:
+        """The effective ``exact_attention``: an FP8 KV cache needs the project's kernel."""
+        return "triton" if self.kv_cache == "fp8" else self.exact_attention
+
+    @property
     def quantized_rollout(self) -> bool:
         """Whether the rollout's linears are quantized."""
         return self.mode.quantizes
@@ -310,13 +315,9 @@ def _contradictions(config: Config) -> Iterator[str]:
     if config.invariant_scale is not None and not config.quantized_rollout:
         why = "it enlarges updates relative to quantized weights, and this rollout is not quantized"
         yield f"invariant_scale={config.invariant_scale:g} contradicts {precision}: {why}. Drop invariant_scale."
-    if config.kv_cache == "fp8" and config.exact:
-        yield explain(
-            "kv_cache='fp8' with align='exact'",
-            required="a trainer whose attention equals the rollout's",
-            found="keys and values that only the rollout rounds to FP8",
-            fix="drop kv_cache, or use align='linear'",
-        )
+    if config.kv_cache == "fp8" and config.exact and config.exact_attention == "flash3":
+        why = "in exact mode only the project's kernel reads an FP8 cache"
+        yield f"kv_cache='fp8' contradicts exact_attention='flash3': {why}. Drop one of the two."
     if config.head_dtype not in ("auto", "float32", config.compute_dtype):
         fix = f"leave head_dtype at 'auto', which is {config.compute_dtype} here, or use 'float32'"
         what = f"head_dtype={config.head_dtype!r} with {precision}"

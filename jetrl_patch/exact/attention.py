@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact import flash3
+from jetrl_patch.exact import flash3, kv_cache
 from jetrl_patch.exact.dispatch import attention as serving_attention
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
@@ -86,28 +86,35 @@ def attention_paged(
     query_start_loc: Tensor,
     scale: float,
     out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of the rollout over a paged cache (no gradient).
 
     Args:
         q_THD: BF16 [T, H, D]. Rows query_start_loc[r] to query_start_loc[r + 1] are the queries of request r, at the last of its
             positions.
-        k_cache, v_cache: BF16 [blocks, block size, KH, D]. The last dimension is contiguous, other strides are free.
+        k_cache, v_cache: BF16 [blocks, block size, KH, D], or with ``scales`` the bytes of e4m3, uint8. The last dimension is
+            contiguous, other strides are free.
         block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
         out: BF16 [T, H, D], contiguous, to be filled.
+        scales: of the keys and of the values in an FP8 cache, FP32 [blocks, block size, KH] (``exact.kv_cache``).
 
     Returns:
         ``out``, or BF16 [T, H, D].
     """
     serves = serving_attention(q_THD)
+    if scales is not None and serves != "triton":
+        k_cache, v_cache = kv_cache.dequantize(k_cache, scales[0]), kv_cache.dequantize(v_cache, scales[1])
     if serves == "native":
         found = ops.attention(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
         return found if out is None else out.copy_(found)
     if serves in ("triton", flash3.FLASH3):
         from jetrl_patch.kernels import attention
 
-        module = flash3 if serves == flash3.FLASH3 else attention
-        return module.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale, out)[0]
+        step = (block_table, seq_lens, query_start_loc, scale, out)
+        if serves == flash3.FLASH3:
+            return flash3.attention_paged(q_THD, k_cache, v_cache, *step)[0]
+        return attention.attention_paged(q_THD, k_cache, v_cache, *step, scales)[0]
     out = torch.empty_like(q_THD) if out is None else out
     size = k_cache.shape[1]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
@@ -134,8 +141,10 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, fp8: bool) -> Tensor:
         q16, k16, v16 = (t.to(torch.bfloat16).contiguous() for t in (q, k, v))
+        if fp8:
+            k16, v16 = kv_cache.rounded(k16, v16)
         serves = serving_attention(q)
         if serves == flash3.FLASH3:
             out, lse = flash3.attention_varlen(q16, k16, v16, cu_seqlens.to(torch.int32), scale)
@@ -159,7 +168,7 @@ class _VarlenAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse, cu = ctx.saved_tensors
         grad = grad_outputs[0].to(torch.bfloat16)
         if implementation(q) == "triton":
@@ -174,7 +183,7 @@ class _VarlenAttention(torch.autograd.Function):
             ranges = [(cu, longest)] if batched else [(cu[r : r + 2], int(n)) for r, n in enumerate(lengths)]
             for part, width in ranges:
                 _backward_batch(q, k, v, out, lse, grad, part, width, ctx.scale, (dq, dk, dv))
-        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv.to(ctx.dtypes[2]), None, None
+        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv.to(ctx.dtypes[2]), None, None, None
 
 
 def _backward_batch(
@@ -211,7 +220,9 @@ def _backward_batch(
         target[rows] = value.transpose(1, 2)[valid].to(target.dtype)
 
 
-def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+def attention_varlen(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, fp8: bool = False
+) -> Tensor:
     """Causal attention of packed sequences, differentiable.
 
     Args:
@@ -219,9 +230,10 @@ def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Te
         k_TKD, v_TKD: [T, KH, D], converted to BF16; KH divides H.
         cu_seqlens: int32 [R + 1], from 0 to T.
         scale: usually D ** -0.5.
+        fp8: round keys and values as an FP8 cache does (``exact.kv_cache``).
 
     Returns:
         BF16 [T, H, D]. Gradients are computed in FP32 and rounded to the inputs' dtypes.
     """
-    result: Tensor = _VarlenAttention.apply(q_THD, k_TKD, v_TKD, cu_seqlens, scale)
+    result: Tensor = _VarlenAttention.apply(q_THD, k_TKD, v_TKD, cu_seqlens, scale, fp8)
     return result

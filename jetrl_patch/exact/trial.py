@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl_patch.backends.row_equality import Unequal, Verdict, require_equal
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.exact import dispatch, flash3, ops
+from jetrl_patch.exact import dispatch, flash3, kv_cache, ops
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
 # In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
@@ -45,8 +45,10 @@ class Sizes(NamedTuple):
 
 
 class _Trial:
-    def __init__(self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...], page: int = PAGE) -> None:
-        self.sizes, self.device, self.lengths, self.page = sizes, device, lengths, page
+    def __init__(
+        self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...], page: int = PAGE, fp8_cache: bool = False
+    ) -> None:
+        self.sizes, self.device, self.lengths, self.page, self.fp8 = sizes, device, lengths, page, fp8_cache
         self.tokens = sum(lengths)
         self.generator = torch.Generator(device).manual_seed(sum(sizes))
 
@@ -109,8 +111,8 @@ class _Trial:
         ends = [0, *itertools.accumulate(self.lengths)]
         q = self.random(self.tokens, s.heads, s.head_dim)
         k, v = (self.random(self.tokens, s.kv_heads, s.head_dim) for _ in range(2))
-        trained = ops.attention_varlen(q, k, v, self.integers(ends), scale)
-        k_cache, v_cache, table = self.pages(k, v, ends)
+        trained = ops.attention_varlen(q, k, v, self.integers(ends), scale, self.fp8)
+        cache, scales, table = self.pages(k, v, ends)
         plans = {
             "a decode step": [(n, 1) for n in self.lengths],
             "chunks": [(-(-n * 2 // 3), -(-n // 2)) for n in self.lengths],
@@ -121,16 +123,17 @@ class _Trial:
             picked = torch.tensor([row for part in rows for row in part], device=self.device)
             starts = [0, *itertools.accumulate(fresh for _, fresh in plan)]
             seen_now = self.integers([seen for seen, _ in plan])
-            out = ops.attention_paged(q[picked], k_cache, v_cache, table, seen_now, self.integers(starts), scale)
+            step = (table, seen_now, self.integers(starts), scale)
+            out = ops.attention_paged(q[picked], *cache, *step, scales=scales)
             require_equal(out, trained[picked], f"values: differ between {what} over a paged cache and a packed batch")
         for a, b in itertools.pairwise(ends):
-            alone = ops.attention_varlen(q[a:b], k[a:b], v[a:b], self.integers([0, b - a]), scale)
+            alone = ops.attention_varlen(q[a:b], k[a:b], v[a:b], self.integers([0, b - a]), scale, self.fp8)
             where = f"values: differ between a sequence of {b - a} alone and in a packed batch"
             require_equal(alone, trained[a:b], where)
         return "equal bits in decode steps, chunks, prompts and packed batches"
 
-    def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A paged cache: the sequences' blocks in random order, NaN in unwritten slots."""
+    def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, Tensor]:
+        """A paged cache, its scales if it is FP8, and its table: sequences in blocks in random order, NaN in unwritten slots."""
         page = self.page
         needs = [-(-n // page) for n in self.lengths]
         order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
@@ -141,10 +144,16 @@ class _Trial:
             table[r, :need] = torch.tensor(mine)
             place = torch.arange(self.lengths[r])
             slots[ends[r] : ends[r + 1]] = torch.tensor(mine)[place // page] * page + place % page
+        if self.fp8:
+            size = page * k.shape[1] * (2 * k.shape[2] + 8)
+            raw = torch.full((sum(needs), size), 0xFF, dtype=torch.uint8, device=k.device)  # NaN as e4m3 and as FP32
+            pages = kv_cache.Pages.of(raw, page, *k.shape[1:])
+            pages.store(k, v, slots.to(k.device))
+            return pages[:2], pages[2:], table.to(k.device)
         caches = torch.full((2, sum(needs) * page, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
         caches[0, slots.to(k.device)], caches[1, slots.to(k.device)] = k, v
         k_cache, v_cache = caches.unflatten(1, (-1, page))
-        return k_cache, v_cache, table.to(k.device)
+        return (k_cache, v_cache), None, table.to(k.device)
 
 
 def _tried(call: Callable[[], str]) -> Verdict:
@@ -158,23 +167,24 @@ def _tried(call: Callable[[], str]) -> Verdict:
 
 @torch.no_grad()
 def compare_attention(
-    heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS
-) -> Verdict:
+    heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS,
+    fp8_cache: bool = False,
+) -> Verdict:  # fmt: skip
     """The verdict of ``compare_ops`` on attention. The default device may be any (a framework may have set meta).
 
     Args:
         heads: number of query heads, and of key/value heads.
     """
     with torch.device("cpu"):
-        return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page).attention)
+        return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page, fp8_cache).attention)
 
 
 @torch.no_grad()
 def compare_ops(
-    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE
+    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE, fp8_cache: bool = False
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield each op's name and verdict, on any device. Waits for the device, so do not call it during graph capture."""
-    trial = _Trial(sizes, device, lengths, page)
+    trial = _Trial(sizes, device, lengths, page, fp8_cache)
     tried: dict[str, Callable[[], str]] = {
         "attention": trial.attention,
         f"RMSNorm of width {sizes.hidden}": partial(trial.norm, sizes.hidden),
@@ -189,16 +199,16 @@ def compare_ops(
         yield name, _tried(call)
 
 
-def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE) -> None:
+def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE, fp8_cache: bool = False) -> None:
     """Run ``compare_ops`` once per process for each device and set of sizes; never on a CPU.
 
     Raises:
         ModelError: an op depends on the batch or cannot run. Rollout and trainer would disagree.
     """
-    key = (*sizes, page, str(device))
+    key = (*sizes, page, fp8_cache, str(device))
     if device.type == "cpu" or key in _proven:
         return
-    for name, verdict in compare_ops(sizes, device, LENGTHS, page):
+    for name, verdict in compare_ops(sizes, device, LENGTHS, page, fp8_cache):
         if not verdict.ok:
             what, fix = f"align='exact' on {device}, {name}", "use align='linear' (shared FP8 linears, a small mismatch)"
             required = "rows that do not depend on the batch"
@@ -221,7 +231,7 @@ def choose_attention(asked: str, heads: tuple[int, int], head_dim: int, device: 
     The trial runs once per process and set of sizes.
 
     Args:
-        asked: ``Config.exact_attention``.
+        asked: ``Config.resolved_attention``.
         heads: number of query heads, and of key/value heads, on one rank.
         page: tokens per block of the cache.
 

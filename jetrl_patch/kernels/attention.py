@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.kernels.common import decode
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 
 LOG2E = math.log2(math.e)
@@ -228,12 +229,14 @@ def attend(q, k, v, key, limit, scale, top, total, acc, MASKED: tl.constexpr, HA
 
 @triton.jit
 def block_of_keys(  # type: ignore[no-untyped-def]
-    kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh,
-    KEYS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
+    kb, k, v, k_s, v_s, r, start, length, table, k_b, k_t, k_h, s_b, table_r, kh,
+    KH: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Load one block of a paged or a packed sequence: the positions of the keys, keys [KEYS, D] and values [KEYS, D].
 
-    With MASKED, the block may extend past the context and reads zeros there.
+    With MASKED, the block may extend past the context and reads zeros there. With FP8, the cache holds bytes, and scales that are
+    powers of two, so their products are exact in BF16.
     """
     key, d = kb * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
     there = key < length if MASKED else tl.full((KEYS,), True, tl.int1)
@@ -244,14 +247,19 @@ def block_of_keys(  # type: ignore[no-untyped-def]
         at = page * k_b + (key % SIZE) * k_t + kh * k_h
     k_rows = tl.load(k + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
     v_rows = tl.load(v + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    if FP8:
+        scale_at = page * s_b + (key % SIZE) * KH + kh
+        k_scale, v_scale = tl.load(k_s + scale_at, mask=there, other=0.0), tl.load(v_s + scale_at, mask=there, other=0.0)
+        k_rows = narrowed(decode(k_rows, HARDWARE) * k_scale[:, None], HARDWARE)
+        v_rows = narrowed(decode(v_rows, HARDWARE) * v_scale[:, None], HARDWARE)
     return key, k_rows, v_rows
 
 
 @triton.jit(do_not_specialize=["R", "T"])  # one binary for every number of requests and tokens
 def attention_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, starts, lengths, table, R, T, scale, q_t, k_b, k_t, k_h, table_r,
+    q, k, v, k_s, v_s, out, lse, starts, lengths, table, R, T, scale, q_t, k_b, k_t, k_h, s_b, table_r,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, HARDWARE: tl.constexpr,
+    STAGES: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Of n programs on axis 2, program i does the chunks i, i + n, i + 2n, ... of the keys.
 
@@ -285,14 +293,16 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         masked = tl.maximum(first, tl.minimum(end, (length - queries + begin // PER + 1) // KEYS))
         for kb in tl.range(first, masked, num_stages=STAGES):
             key, k_rows, v_rows = block_of_keys(
-                kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh, KEYS, D, SIZE, False
+                kb, k, v, k_s, v_s, r, start, length, table, k_b, k_t, k_h, s_b, table_r, kh,
+                KH, KEYS, D, SIZE, FP8, False, HARDWARE,
             )
             chunk_top, chunk_total, chunk_acc = attend(
                 q_rows, k_rows, v_rows, key, limit, scale, chunk_top, chunk_total, chunk_acc, False, HARDWARE
             )
         for kb in tl.range(masked, end, num_stages=STAGES):
             key, k_rows, v_rows = block_of_keys(
-                kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh, KEYS, D, SIZE, True
+                kb, k, v, k_s, v_s, r, start, length, table, k_b, k_t, k_h, s_b, table_r, kh,
+                KH, KEYS, D, SIZE, FP8, True, HARDWARE,
             )
             chunk_top, chunk_total, chunk_acc = attend(
                 q_rows, k_rows, v_rows, key, limit, scale, chunk_top, chunk_total, chunk_acc, True, HARDWARE
@@ -317,16 +327,22 @@ def attention_paged(
     query_start: Tensor,
     scale: float,
     out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H]. The host does not wait for the GPU."""
-    heads = _check(q_THD, k_cache, v_cache)
+    heads = _check(q_THD, k_cache, v_cache, torch.bfloat16 if scales is None else torch.uint8)
+    if scales is not None and scales[0].stride() != (scales[1].stride(0), heads[0], 1):
+        raise ValueError("the scales of the cache must have the same strides and contiguous blocks")
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("k_cache and v_cache must have the same strides and a contiguous last dimension")
     block, token, head, _ = k_cache.stride()
     table = _integers("block_table", block_table)
-    strides = (block, token, head, table.stride(0))
+    k_scale, v_scale = scales or (k_cache, v_cache)  # without scales, not read
+    strides = (block, token, head, k_scale.stride(0), table.stride(0))
     ends = (_integers("query_start", query_start), _integers("seq_lens", seq_lens), table)
-    return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1], out)
+    return _launch(
+        q_THD, (k_cache, v_cache, k_scale, v_scale), ends, strides, scale, heads, k_cache.shape[1], out, fp8=scales is not None
+    )
 
 
 def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -335,18 +351,18 @@ def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Te
     if k_TKD.stride() != v_TKD.stride() or k_TKD.stride(2) != 1:
         k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
     starts = _integers("cu_seqlens", cu_seqlens)
-    strides = (0, k_TKD.stride(0), k_TKD.stride(1), 0)
-    return _launch(q_THD, k_TKD, v_TKD, (starts, starts, starts), strides, scale, heads, 0)
+    strides = (0, k_TKD.stride(0), k_TKD.stride(1), 0, 0)
+    return _launch(q_THD, (k_TKD, v_TKD, k_TKD, v_TKD), (starts, starts, starts), strides, scale, heads, 0)
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor, Tensor], strides: tuple[int, ...], scale: float,
-    heads: tuple[int, int], size: int, out: Tensor | None = None,
+    q: Tensor, kv: tuple[Tensor, ...], ends: tuple[Tensor, Tensor, Tensor], strides: tuple[int, ...], scale: float,
+    heads: tuple[int, int], size: int, out: Tensor | None = None, fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     T, H, D = q.shape
     if q.stride(2) != 1 or q.stride(1) != D:
         q = q.contiguous()
-    check_device(q, k, v, *ends)
+    check_device(q, *kv, *ends)
     if out is None:
         out = torch.empty(T, H, D, dtype=torch.bfloat16, device=q.device)
     elif out.shape != q.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
@@ -363,9 +379,10 @@ def _launch(
     shared = splits(blocks * kv_heads, T, H, D, context)
     into = (out, lse) if shared == 1 else workspace(q, context)
     attention_kernel[(blocks, kv_heads, shared)](
-        q, k, v, *into, *ends, sequences, T, scale * LOG2E, q.stride(0), *strides,
+        q, *kv, *into, *ends, sequences, T, scale * LOG2E, q.stride(0), *strides,
         KH=kv_heads, PER=per, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=CHUNK, STAGES=tile.stages, SIZE=size,
-        SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret, num_warps=tile.warps, num_stages=tile.stages, **PINNED,
+        FP8=fp8, SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret,
+        num_warps=tile.warps, num_stages=tile.stages, **PINNED,
     )  # fmt: skip
     if shared > 1:
         combine_chunks(*into, out, lse, starts, lengths, kv_heads)
@@ -379,11 +396,11 @@ def check_head_dim(width: int) -> None:
         raise ModelError(explain("align='exact' on CUDA", required=required, found=width, fix="use align='linear'"))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+def _check(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[int, int]:
     """Return (key/value heads, query heads per key/value head). Raises TypeError, ValueError, ModelError."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dtype != torch.bfloat16:
-            raise TypeError(explain(f"attention {name}", required="torch.bfloat16", found=t.dtype, fix="convert it first"))
+    for name, t, dtype in (("q", q, torch.bfloat16), ("k", k, stored), ("v", v, stored)):
+        if t.dtype != dtype:
+            raise TypeError(explain(f"attention {name}", required=dtype, found=t.dtype, fix="convert it first"))
     H, D = q.shape[-2:]
     kv_heads = k.shape[-2]
     if k.shape != v.shape or k.shape[-1] != D or H % kv_heads:

@@ -19,7 +19,8 @@ from triton.runtime import interpreter
 
 from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError
-from jetrl_patch.exact import dispatch, ops
+from jetrl_patch.exact import dispatch, kv_cache, ops
+from jetrl_patch.exact.trial import compare_attention
 from jetrl_patch.fp8.lora import merged_weight
 from jetrl_patch.fp8.mixture import added
 from jetrl_patch.kernels import attention, attention_backward, digest, elementwise, norm
@@ -125,6 +126,38 @@ def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, 
         seq_lens = torch.tensor(seen, dtype=torch.int32)
         found = attention.attention_paged(q[rows], k_cache, v_cache, table, seq_lens, ends(fresh), width**-0.5)
         assert all(torch.equal(f, t[rows]) for f, t in zip(found, trained))
+
+
+@pytest.mark.parametrize("width", attention.HEAD_DIMS)
+def test_an_fp8_cache_holds_what_the_reference_rounds(width):
+    k, v = (rand(50, 3, width, seed=seed) * torch.logspace(-12, 12, 50)[:, None, None].to(BF16) for seed in (1, 2))
+    k[5], k[6], v[7, 1, 3], v[8, 0, 2] = 0.0, -0.0, float("nan"), float("inf")
+    strided = torch.stack((k, v), 1)  # as parts of a projection
+    expected = [kv_cache.dequantize(*kv_cache.quantize(t)) for t in (k, v)]
+    raw = torch.zeros(4, 16 * 3 * (2 * width + 8), dtype=torch.uint8)
+    cache, slots = kv_cache.Pages.of(raw, 16, 3, width), torch.randperm(64, generator=torch.Generator().manual_seed(0))[:50]
+    slots[9] = -1
+    cache.store(strided[:, 0], strided[:, 1], slots)
+    stored = [kv_cache.dequantize(q, s).flatten(0, 1)[slots] for q, s in zip(cache[:2], cache[2:])]
+    for found, read, value in zip(kv_cache.rounded(strided[:, 0], strided[:, 1]), stored, expected):
+        assert same_values(found, value) and same_values(read[slots >= 0], value[slots >= 0])
+
+
+def same_values(a, b):
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0).view(torch.int16), b.nan_to_num(0).view(torch.int16))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_decode_chunks_and_prefill_from_an_fp8_cache_equal_training(heads, kv_heads, width):
+    verdict = compare_attention((heads, kv_heads), width, "cpu", 16, tuple(LENGTHS), fp8_cache=True)
+    assert verdict.ok, verdict.found
+
+
+def test_an_fp8_cache_that_rounds_otherwise_is_found(monkeypatch):
+    original = kv_cache.Pages.store
+    monkeypatch.setattr(kv_cache.Pages, "store", lambda self, k, v, slots: original(self, k * 1.01, v, slots))
+    verdict = compare_attention((4, 2), 64, "cpu", 16, (1, 33), fp8_cache=True)
+    assert not verdict.ok and "differ between a decode step" in verdict.found
 
 
 def test_a_graphs_padding_changes_nothing():

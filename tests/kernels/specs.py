@@ -12,6 +12,7 @@ from jetrl_patch.kernels import (
     gemm_common,
     gemm_grouped,
     head,
+    kv_cache,
     mixture,
     norm,
     quantize,
@@ -28,24 +29,43 @@ from .aot import Spec
 
 def _attention_specs() -> tuple[Spec, ...]:
     integers = dict.fromkeys(("starts", "lengths", "table"), "*i32") | {"R": "i32", "T": "i32"}
-    numbers = integers | {"scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "table_r"), "i32")
-    kinds = {"varlen": (0, False), "paged": (16, False), "split": (16, True)}
+    numbers = integers | {"scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "s_b", "table_r"), "i32")
+    kinds = {"varlen": (0, False), "paged": (16, False), "split": (16, True), "fp8": (16, True)}
     found = []
     for D, (rows, keys, stages, warps) in attention.TILES.items():
         fixed = {"KH": 4, "PER": 7, "D": D, "ROWS": rows, "KEYS": keys, "CHUNK": attention.CHUNK, "STAGES": stages}
         for kind, (size, split) in kinds.items():
-            types = dict.fromkeys(("q", "k", "v"), "*bf16") | {"out": "*fp32" if split else "*bf16", "lse": "*fp32"}
+            fp8 = kind == "fp8"
+            types = {"q": "*bf16"} | dict.fromkeys(("k", "v"), "*u8" if fp8 else "*bf16")
+            types |= dict.fromkeys(("k_s", "v_s"), "*fp32" if fp8 else "*bf16")
+            types |= {"out": "*fp32" if split else "*bf16", "lse": "*fp32"}
             found.append(
                 Spec(
                     f"attention_{kind}_{D}", attention.attention_kernel, types | numbers,
-                    {**fixed, "SIZE": size, "SPLIT": split, "HARDWARE": True},
-                    {"num_warps": warps, "num_stages": stages, **PINNED}, ("q_t", "k_b", "k_t", "k_h"),
+                    {**fixed, "SIZE": size, "FP8": fp8, "SPLIT": split, "HARDWARE": True},
+                    {"num_warps": warps, "num_stages": stages, **PINNED}, ("q_t", "k_b", "k_t", "k_h", "s_b"),
                 )
             )  # fmt: skip
     return tuple(found)
 
 
 ATTENTION = _attention_specs()
+
+
+def _kv_cache_specs() -> tuple[Spec, ...]:
+    found = []
+    for D in attention.HEAD_DIMS:
+        for name, size in (("rounded", 0), ("stored", 16)):
+            types = dict.fromkeys(("k", "v"), "*bf16") | dict.fromkeys(("qk", "qv"), "*u8" if size else "*bf16")
+            types |= dict.fromkeys(("sk", "sv"), "*fp32" if size else "*bf16") | {"slots": "*i64" if size else "*bf16"}
+            types |= dict.fromkeys(("k_t", "v_t", "q_b", "s_b"), "i32")
+            fixed = {"KH": 4, "D": D, "SIZE": size, "HARDWARE": True}
+            options = {"num_warps": kv_cache.WARPS, **COMPILER}
+            found.append(Spec(f"kv_{name}_{D}", kv_cache.store_kernel, types, fixed, options, ("k_t", "v_t", "q_b", "s_b")))
+    return tuple(found)
+
+
+KV_CACHE = _kv_cache_specs()
 
 
 MERGE = (
@@ -57,7 +77,7 @@ MERGE = (
 )  # fmt: skip
 
 
-ATTENTION_ALL = ATTENTION + MERGE
+ATTENTION_ALL = ATTENTION + KV_CACHE + MERGE
 
 
 # ---- chunks --------------------------------------------------------------------------------------

@@ -29,8 +29,11 @@ SPECS = [
 ]  # fmt: skip
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
 REGISTERS = {
-    **dict.fromkeys(("attention_paged_64", "attention_split_64", "attention_varlen_64"), 192),  # 2
-    **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128"), 255),  # 1, of 256 threads
+    **dict.fromkeys(("attention_paged_64", "attention_split_64", "attention_varlen_64", "attention_fp8_64"), 192),  # 2
+    **dict.fromkeys(
+        ("attention_paged_128", "attention_split_128", "attention_varlen_128", "attention_fp8_128"), 255
+    ),  # 1, of 256 threads
+    **dict.fromkeys((spec.name for spec in registered.KV_CACHE), 32),
     **dict.fromkeys(("attention_combine_64", "attention_combine_128"), 56),  # 9
     **dict.fromkeys(("attention_row_sums_64", "attention_row_sums_128"), 64),  # 8
     **dict.fromkeys(("attention_dq_64", "attention_dkdv_64"), 168),  # 3
@@ -52,6 +55,7 @@ SPILLS = {
     "silu_mul_backward_both_fp32": 48,
     # the sums of the chunks before, touched once in a chunk of 1,024 keys
     **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128"), 64),
+    "attention_fp8_128": 128,
 }
 if "sched4reg" not in COMPILER:  # an older triton, seen with 3.6.0: one program of this width on an SM instead of two
     REGISTERS |= {"rms_norm16384": 72}
@@ -63,6 +67,8 @@ LOOPS = {
     **dict.fromkeys(("attention_paged_64", "attention_split_64"), (410, 8)),
     "attention_varlen_128": (440, 8),
     **dict.fromkeys(("attention_paged_128", "attention_split_128"), (480, 8)),
+    "attention_fp8_64": (565, 6),  # copies half the bytes, and converts them
+    "attention_fp8_128": (640, 6),
     **dict.fromkeys(("attention_combine_64", "attention_combine_128"), (120, 5)),
     "attention_dq_64": (335, 8),
     "attention_dq_128": (400, 8),
@@ -75,7 +81,7 @@ if "sched4reg" not in COMPILER:  # log-sum-exps and deltas of rows are copied on
 #: maximum bytes of shared memory, for the same number of programs
 SHARED = {
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32", "attention_dkdv_128"), 113 << 10),
-    **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128"), 113 << 10),
+    **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128", "attention_fp8_128"), 113 << 10),
     "attention_dq_128": 128 << 10,
 }
 
@@ -125,7 +131,8 @@ def test_a_block_costs_few_instructions(name: str):
     most, copies = LOOPS[name]
     loop = inner_loop(compile_one(specs()[name]), "MUFU.EX2" if "combine" in name else "GMMA")
     assert len(loop) <= most and sum(opcode.startswith("LDGSTS") for opcode in loop) <= copies, len(loop)
-    assert not any(opcode.startswith(("STS", "LDL", "STL")) for opcode in loop)  # weights stay in registers
+    converts = ("LDL", "STL") if "fp8" in name else ("STS", "LDL", "STL")  # converted keys and values pass through shared memory
+    assert not any(opcode.startswith(converts) for opcode in loop)  # weights stay in registers
 
 
 @pytest.mark.parametrize("name", [name for name in LOOPS if "attention" in name and "combine" not in name])

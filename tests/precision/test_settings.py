@@ -79,7 +79,7 @@ def test_openrlhf_arguments_that_are_refused(changes, config, says):
 
 
 def test_a_device_without_an_fp8_kv_cache_stops_the_driver(base, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(vllm_arguments, "kv_cache_problem", lambda: "a GPU below compute capability 8.9")
+    monkeypatch.setattr(vllm_arguments, "kv_cache_problem", lambda exact: "a GPU below compute capability 8.9")
     for check in (lambda: verl.check(base(), KV), lambda: openrlhf.check(arguments(), KV), lambda: set_arguments(KV)):
         with pytest.raises(ConfigError, match=r"kv_cache='fp8': .*found a GPU below .* 8\.9. Drop kv_cache"):
             check()
@@ -92,10 +92,14 @@ def set_arguments(config: Config, **changes: object) -> SimpleNamespace:
 
 
 def test_vllm_arguments(monkeypatch):
-    monkeypatch.setattr(vllm_arguments, "kv_cache_problem", lambda: "")
+    monkeypatch.setattr(vllm_arguments, "kv_cache_problem", lambda exact: "")
     assert vars(set_arguments(BF16)) == {"dtype": "bfloat16", "kv_cache_dtype": "auto", "hf_overrides": {}}
     assert set_arguments(FP16).dtype == "float16"
     assert set_arguments(KV).kv_cache_dtype == "fp8"
+    exact = Config(kv_cache="fp8")
+    assert set_arguments(exact).kv_cache_dtype == "auto"  # on a CPU the cache holds rounded values
+    monkeypatch.setattr(engine, "_on_cpu", lambda: False)
+    assert set_arguments(exact, kv_cache_dtype="fp8").kv_cache_dtype == "fp8_per_token_head"
     wide = set_arguments(LINEAR_HEAD, hf_overrides={"a": 1})
     assert wide.hf_overrides == {"a": 1, "head_dtype": "float32"}
     assert set_arguments(Config(head_dtype="float32")).hf_overrides == {}  # exact mode has its own head

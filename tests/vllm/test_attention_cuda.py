@@ -61,7 +61,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def test_it_offers_what_the_kernel_computes() -> None:
-    for accepted in ({}, {"head_size": 64}, {"kv_cache_dtype": "bfloat16"}, {"use_batch_invariant": True}):
+    caches = [{"kv_cache_dtype": name} for name in ("bfloat16", "fp8_per_token_head")]
+    for accepted in ({}, {"head_size": 64}, *caches, {"use_batch_invariant": True}):
         assert ExactCudaAttentionBackend.validate_configuration(**SETTING | accepted) == []
     assert ExactCudaAttentionBackend.get_name() == "CUSTOM"
     assert ExactCudaAttentionBuilder._cudagraph_support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -77,7 +78,7 @@ def test_vllm_is_told_what_it_does_not(change: dict[str, Any]) -> None:
     [
         ({"alibi_slopes": [1.0, 1.0]}, "ALiBi"),
         ({"sliding_window": 64}, "a sliding window"),
-        ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
+        ({"kv_cache_dtype": "fp8"}, "the KV cache fp8"),
         ({"logits_soft_cap": 30.0}, "capped attention logits"),
         ({"attn_type": "encoder_only"}, "encoder_only attention"),
         ({"sinks": torch.zeros(2)}, "attention sinks"),
@@ -131,6 +132,39 @@ def test_it_reads_every_layout_of_the_cache(head_major: bool, pairs: bool) -> No
     cu = torch.tensor([0, T], dtype=torch.int32)
     assert torch.equal(output[:T], ops.attention_varlen(q, k, v, cu, D**-0.5)) and (output[T:] == 7.0).all()
     assert (layer.forward(None, q, k, v, cache, None, output[:T]) == 0).all()  # the memory measurement
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["4d", "5d"])
+@pytest.mark.parametrize("head_major", [False, True])
+def test_an_fp8_cache_is_filled_and_read_as_the_trainer_rounds(head_major: bool, pairs: bool) -> None:
+    """In every layout of vLLM's cache with room for scales. Blocks may be apart, as in a cache that layers share."""
+    T, H, KH, D, size = 40, 4, 2, 64, 16
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(T, h, D, generator=g).to(BF16) for h in (H, KH, KH))
+    inner = (KH, size) if head_major else (size, KH)
+    shape = (3, 2, 2, *inner, D + 4) if pairs else (3, 2, *inner, 2 * (D + 4))
+    cache = torch.full(shape, 0xFF, dtype=torch.uint8)[:, 1]  # NaN, in bytes and in scales
+    cache = cache.transpose(-3, -2) if head_major == pairs else cache
+    layer = ExactCudaAttentionImpl(H, D, D**-0.5, KH, kv_cache_dtype="fp8_per_token_head")
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    slots = table[0, torch.arange(T) // size].long() * size + torch.arange(T) % size
+    padded = torch.cat((slots, torch.full((3,), -1)))
+    layer.do_kv_cache_update(None, *(torch.cat((t, t[:5])) for t in (k, v)), cache, padded)
+    common = SimpleNamespace(
+        num_actual_tokens=T,
+        query_start_loc=torch.tensor([0, T], dtype=torch.int32),
+        seq_lens=torch.tensor([T], dtype=torch.int32),
+        block_table_tensor=table,
+        slot_mapping=padded,
+        causal=True,
+    )
+    metadata = ExactCudaAttentionBuilder(None, [], None, torch.device("cpu")).build(0, common)
+    output, cu = torch.empty(T, H, D, dtype=BF16), torch.tensor([0, T], dtype=torch.int32)
+    layer.forward(None, q, k, v, cache, metadata, output)
+    assert torch.equal(output, ops.attention_varlen(q, k, v, cu, D**-0.5, fp8=True))
+    assert not torch.equal(output, ops.attention_varlen(q, k, v, cu, D**-0.5))
+    with pytest.raises(ModelError, match=r"vLLM's FP8 KV cache: required uint8 in dense blocks"):
+        layer.pages(cache[..., :-1])
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 2, 64), (2, 3, 16, 2, 64), (3, 2, 16, 2, 128), (3, 16, 128)])

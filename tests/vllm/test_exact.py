@@ -70,6 +70,20 @@ def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
 
 
+@pytest.mark.pins
+@pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3", "llama", "qwen3_moe"])
+def test_an_fp8_kv_cache(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    """With prompts in chunks and cached by prefix. The values differ from those of a BF16 cache."""
+    jetrl_patch.enable(precision="fp8-unified", kv_cache="fp8")
+    job = split_prompts(checkpoint(variant), cached=True, chunked=True)
+    samples = run(engine, job, [(1, 2), (7, 1), (32, 1)], 12)
+    assert_equal(job, samples, tokens=480)
+    jetrl_patch.disable()
+    jetrl_patch.enable(precision="fp8-unified")
+    found = apart(replace(job, config=jetrl_patch.status().config), samples)
+    assert 1e-3 < found.logp_abs_diff_mean < 0.1
+
+
 @pytest.mark.parametrize("variant", models.ONE_RECORD)
 def test_families_of_one_record(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")

@@ -64,7 +64,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     configs = []
     if not stock or options.precision or options.align:
         aligns = ["exact"] if options.explain else options.align
-        common = {name: getattr(options, name) for name in ("scale_format", "on_cut", "backend")}
+        common = {name: getattr(options, name) for name in ("scale_format", "on_cut", "backend", "kv_cache")}
         granularity, exclude = options.rollout_granularity, tuple(options.exclude)
         configs = choose(options.precision, aligns, granularity, exclude=exclude, **common)
     for target in filter(None, (options.json, options.picture)):
@@ -275,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
     cut = f"what to do where --tp cuts a block of 128; bf16 leaves the layers in BF16: {_choices('on_cut')}"
     add("--on-cut", default=SETTINGS["on_cut"].default, help=cut)
+    add("--kv-cache", default=SETTINGS["kv_cache"].default, help=f"format of the rollout's KV cache: {_choices('kv_cache')}")
     add("--backend", default=SETTINGS["backend"].default, help=_choices("backend"))
     add("--prompts", metavar="FILE", help="text file with one prompt per line, or .jsonl with a string per line")
     add("--prompt-tokens", type=_positive, default=256, help="longest prompt; longer ones are cut (default: 256)")
