@@ -97,35 +97,12 @@ def products() -> Iterator[Row]:
         }
 
 
-def layer() -> Iterator[Row]:
-    """GFLOP/s of a linear layer's three products, including quantization, and of torch's products of the same shapes."""
-    backend = get_backend("native")
-    for M, N, K in ((32, 1024, 1024), (512, 768, 256), (2048, 1024, 1024)):
-        g, x, w = torch.randn(M, N), torch.randn(M, K), torch.randn(N, K)
-        gb, xb, wb = (t.to(BF16) for t in (g, x, w))
-        qw, qx = backend.quantize_weight(wb, "pow2"), backend.quantize_activation(xb, "pow2")
-        best = best_of(
-            {
-                "FProp": lambda x=xb, q=qw: backend.fprop(x, q),
-                "torch BF16, x W^T": lambda x=xb, w=wb: F.linear(x, w),
-                "torch FP32, x W^T": lambda x=x, w=w: F.linear(x, w),
-                "DGrad": lambda g=gb, q=qw: backend.dgrad(g, q, BF16),
-                "torch BF16, g W": lambda g=gb, w=wb: g @ w,
-                "torch FP32, g W": lambda g=g, w=w: g @ w,
-                "WGrad": lambda g=gb, q=qx: backend.wgrad(g, q, BF16),
-                "torch BF16, g^T x": lambda g=gb, x=xb: g.t() @ x,
-                "torch FP32, g^T x": lambda g=g, x=x: g.t() @ x,
-            }
-        )
-        yield {"M, N, K": f"{M}, {N}, {K}", **{name: 2e-9 * M * N * K / seconds for name, seconds in best.items()}}
-
-
-def measured(isa: str) -> dict[str, list[Row]]:
-    """Title -> rows, from a process restricted to an instruction set."""
+def measured(isa: str) -> list[Row]:
+    """The rows of a process restricted to an instruction set."""
     environ = os.environ | TORCH[isa] | {"JETRL_CPU_ISA": isa}
     command = [sys.executable, "-m", "benchmarks", "--json"]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, list[Row]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -138,8 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.json:
         torch.set_num_threads(1)
-        rows = {"Products, GFLOP/s": list(products()), "A linear layer with its quantizers, GFLOP/s": list(layer())}
-        print(json.dumps(rows))
+        print(json.dumps(list(products())))
         return
     page = (
         f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
@@ -148,10 +124,9 @@ def main() -> None:
         "caches. Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n"
     )
     for isa in args.isa or sets:
-        for name, rows in measured(isa).items():
-            table = markdown(rows, f"{name}: {isa}")
-            print(table)
-            page += "\n" + table
+        table = markdown(measured(isa), f"Products, GFLOP/s: {isa}")
+        print(table)
+        page += "\n" + table
     if args.write:
         args.write.write_text(page)
 

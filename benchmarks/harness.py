@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,29 +28,6 @@ def best_of(functions: Mapping[str, Callable[[], object]], seconds: float = 0.3,
                 function()
             best[name] = min(best[name], (time.process_time() - start) / repeats[name])
     return best
-
-
-def extra_memory(run: Callable[[], object], device: str = "cpu") -> int:
-    """Run it; return how many bytes it takes at most, of this process (Linux) or on its GPU."""
-    if device != "cpu":
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
-    run()
-    return _resident("VmHWM") - before
-
-
-def _resident(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def asked_to_write(about: str | None, page: Path) -> bool:

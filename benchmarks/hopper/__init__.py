@@ -1,5 +1,1 @@
-"""``make hopper``: everything that needs a Hopper GPU, in parts of less than nine minutes. Importing it needs no GPU.
-
-``plan`` lists the parts and what this machine lacks for them. ``__main__`` runs each part in processes of its own, ``record``
-keeps the results and writes the pages, ``device`` times. Each part is a module with two functions: ``pieces`` and ``derive``.
-"""
+"""``make hopper``: everything that needs a Hopper GPU. Each part is a module: ``pieces`` names what ``measure`` measures."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from benchmarks.hopper.plan import find
-from benchmarks.hopper.record import Piece, Record, Setup, Table
+from benchmarks.hopper.plan import Setup
+from benchmarks.hopper.record import MISSED
 from examples.words import CHECKPOINT
 from jetrl_patch import Config
 from jetrl_patch.cli.parity.run import run_mode
@@ -18,34 +16,40 @@ from jetrl_patch.measure.parity import STOCK, Job
 from scripts.tables import Row
 
 BATCHES, LENGTH = (256, 64, 7, 1), 2048
-GRAPHS = "exact, CUDA graphs"
+STOCKS = {"BF16 without the plugin": "bfloat16", "vLLM's FP8": "fp8-online"}
+STOCK_BF16, STOCK_FP8 = STOCKS
+LINEAR, EAGER, GRAPHS = "linear", "exact, eager", "exact, CUDA graphs"
+OWN = f"{GRAPHS}, the project's attention"
 
 
-def pieces(setup: Setup) -> Iterator[Piece]:
-    exact = Config(precision="fp8-unified", align="exact", decode_graphs=True, backend=setup.backend).resolved()  # type: ignore[arg-type]
-    jobs = [(GRAPHS, Job(model="", config=exact, batch=batch)) for batch in ((2,) if setup.dry else BATCHES)]
-    if not setup.dry:
-        jobs += [
-            (f"{GRAPHS}, the project's attention", Job(model="", config=exact.replace(exact_attention="triton"), batch=64)),
-            ("exact, eager", Job(model="", config=exact.replace(decode_graphs=False), batch=64)),
-            ("linear", Job(model="", config=exact.replace(align="linear", decode_graphs=False), batch=64)),
-            ("BF16 without the plugin", Job(model="", config=STOCK["bfloat16"].config(), stock="bfloat16", batch=64)),
-        ]
-    for mode, job in jobs:
-        yield Piece("Log-probs of rollout and trainer", f"{mode}, {job.batch}", partial(_run, setup, mode, job))
+def pieces(dry: bool) -> list[str]:
+    batches = (2,) if dry else BATCHES
+    others = () if dry else (OWN, EAGER, LINEAR, STOCK_BF16)
+    return [*(f"{GRAPHS}; {batch}" for batch in batches), *(f"{mode}; 64" for mode in others)]
 
 
-def _run(setup: Setup, mode: str, job: Job) -> list[Row]:
-    length = 8 if setup.dry else LENGTH
-    # the trainer's model is loaded into the same process
-    engine = () if setup.dry else (("gpu_memory_utilization", find(["parity"])[0].share),)
+def job(mode: str, backend: str) -> Job:
+    """A mode with the settings of a rollout."""
+    if stock := STOCKS.get(mode):
+        return Job(model="", config=STOCK[stock].config(), stock=stock)
+    config = Config(precision="fp8-unified", align="linear" if mode == LINEAR else "exact", backend=backend).resolved()
+    attention = "triton" if mode == OWN else config.exact_attention
+    return Job(model="", config=config.replace(decode_graphs=mode in (GRAPHS, OWN), exact_attention=attention))
+
+
+def measure(name: str, setup: Setup) -> list[Row]:
+    mode, batch = name.split("; ")
+    tokens = int(batch) * (length := 8 if setup.dry else LENGTH)
     model = str(long_model(setup.scratch / "words-long"))
-    found = run_mode(replace(job, model=model, length=length, tokens=job.batch * length, engine=engine))
+    ours = job(mode, setup.backend)
+    # the engine's share is small, because the trainer's model is loaded into the same process
+    found = run_mode(replace(ours, model=model, batch=int(batch), length=length, tokens=tokens, engine=setup.engine))
+    verdict = "" if not ours.promises_equality else "met" if found["bit_equal_fraction"] == 1.0 else MISSED
     return [
         {
-            "mode": mode, "batch": job.batch, "tokens a response": length, "tokens": found["tokens"], "backend": found["backend"],
+            "mode": mode, "batch": batch, "tokens a response": length, "tokens": found["tokens"], "backend": found["backend"],
             "attention": found["attention"] or "its own", "mean abs Δ": found["logp_abs_diff_mean"],
-            "max abs Δ": found["logp_abs_diff_max"], "bit-equal": found["bit_equal_fraction"],
+            "max abs Δ": found["logp_abs_diff_max"], "bit-equal": found["bit_equal_fraction"], "verdict": verdict,
         }
     ]  # fmt: skip
 
@@ -57,11 +61,3 @@ def long_model(folder: Path) -> Path:
         file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 4096}))
     return folder
-
-
-def derive(record: Record) -> list[Table]:
-    exact = [name for name in record.planned if name.startswith("exact")]
-    shares = [row["bit-equal"] for name in exact for row in record.rows.get(name, ())]
-    verdict = "MISSED" if any(share != 1.0 for share in shares) else "met" if len(shares) == len(exact) > 0 else "not measured"
-    target = "every token of exact mode is bit-equal"
-    return [("Target", [{"target": target, "found, the lowest share": min(shares, default=""), "verdict": verdict}], "")]

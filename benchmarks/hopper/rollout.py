@@ -1,118 +1,87 @@
-"""Part d: prefill and decoding of an 8B shape in vLLM, with an engine in a process of its own for each mode."""
+"""Part d: prefill and decoding of an 8B shape in vLLM."""
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import torch
 
-from benchmarks.hopper import shape
-from benchmarks.hopper.plan import find
-from benchmarks.hopper.record import Piece, Record, Setup, Table
-from jetrl_patch import Config
+from benchmarks.hopper.parity import GRAPHS, LINEAR, OWN, STOCK_BF16, STOCK_FP8, job
+from benchmarks.hopper.plan import Setup
+from benchmarks.hopper.training import build
 from jetrl_patch.cli.parity.run import environment
-from jetrl_patch.measure.parity import STOCK, Job
+from jetrl_patch.measure.parity import Job
 from scripts.tables import Row
 
-
-class Load(NamedTuple):
-    """Concurrent requests, and tokens of each prompt and response."""
-
-    batch: int
-    prompt: int
-    response: int
+#: concurrent requests, tokens of each prompt, and tokens of each response
+Load = tuple[int, int, int]
+LOADS: tuple[Load, ...] = ((64, 128, 256), (256, 128, 256), (1, 128, 256), (16, 8192, 128), (4, 32768, 128))
+LAYERS, ROUNDS = 36, 3
 
 
-LOADS = (Load(64, 128, 256), Load(256, 128, 256), Load(1, 128, 256), Load(16, 8192, 128), Load(4, 32768, 128))
-TINY = (Load(2, 8, 4),)
-BASELINE, TITLE = "BF16", "Tokens per second"
-ROUNDS = 3
+def pieces(dry: bool) -> list[str]:
+    return [GRAPHS] if dry else [STOCK_BF16, STOCK_FP8, LINEAR, GRAPHS, OWN]
 
 
-def pieces(setup: Setup) -> Iterator[Piece]:
-    exact, linear = (
-        Config(precision="fp8-unified", align=a, decode_graphs=a == "exact", backend=setup.backend).resolved()  # type: ignore[arg-type]
-        for a in ("exact", "linear")
-    )
-    jobs = {
-        BASELINE: Job(model="", config=STOCK["bfloat16"].config(), stock="bfloat16"),
-        "vLLM's FP8": Job(model="", config=STOCK["fp8-online"].config(), stock="fp8-online"),
-        "linear": Job(model="", config=linear, engine=(("enforce_eager", False),)),
-        "exact": Job(model="", config=exact),
-        "exact, the project's attention": Job(model="", config=exact.replace(exact_attention="triton")),
-    }
-    for mode, job in jobs.items():
-        if mode == "exact" or not setup.dry:
-            yield Piece(TITLE, mode, partial(_run, setup, mode, job))
+def measure(name: str, setup: Setup) -> list[Row]:
+    """Speeds of one mode, and of decoding relative to BF16."""
+    folder = setup.scratch / "qwen3-8b-random"
+    if not folder.exists():
+        part = folder.with_name(f"{folder.name}.part")  # a checkpoint has its name once it is whole
+        build(LAYERS, setup).save_pretrained(part)
+        part.rename(folder)
+        torch.cuda.empty_cache()
+    loads: Sequence[Load] = ((2, 8, 4),) if setup.dry else LOADS
+    engine = (("enable_prefix_caching", False), *setup.engine, *((("enforce_eager", False),) if name == LINEAR else ()))
+    ours = replace(job(name, setup.backend), model=str(folder), batch=max(load[0] for load in loads), engine=engine)
+    variables = environment(ours)
+    os.environ.clear()
+    os.environ.update(variables)
+    base = {(row["requests"], row["prompt"]): row["decode tokens/s"] for row in setup.earlier if row["mode"] == STOCK_BF16}
+    rows: list[Row] = [{"mode": name, **row} for row in serve(ours, loads)]
+    for row in rows:
+        row["decode, times BF16"] = row["decode tokens/s"] / base.get((row["requests"], row["prompt"]), math.nan)
+    return rows
 
 
-def _run(setup: Setup, mode: str, job: Job) -> list[Row]:
-    folder = shape.checkpoint(setup.scratch / "qwen3-8b-random", shape.config(shape.LAYERS, setup.dry), setup.device)
-    loads = TINY if setup.dry else LOADS
-    memory = () if setup.dry else (("gpu_memory_utilization", find(["rollout"])[0].share),)
-    engine = (*job.engine, ("enable_prefix_caching", False), *memory)
-    job = replace(job, model=str(folder), batch=max(load.batch for load in loads), engine=engine)
-    context = multiprocessing.get_context("spawn")
-    with mock.patch.dict(os.environ, environment(job), clear=True), ProcessPoolExecutor(1, context) as pool:
-        return [{"mode": mode, **row} for row in pool.submit(serve, job, loads).result()]
-
-
-def serve(job: Job, loads: Sequence[Load]) -> list[Row]:
-    """Build the engine and time each workload. One that fails is a row with a note."""
+def serve(ours: Job, loads: Sequence[Load]) -> list[Row]:
+    """Build the engine and time each load. One that fails is a row with a note."""
     from jetrl_patch import session
     from jetrl_patch.adapters.vllm.sample import build_engine
 
-    if job.stock is None:
-        session.enable(job.config)
-    engine, rows = build_engine(job, max(load.prompt + load.response for load in loads)), []
+    if ours.stock is None:
+        session.enable(ours.config)
+    engine, rows = build_engine(ours, max(prompt + response for _, prompt, response in loads)), []
     for load in loads:
+        prefill, decode, note = math.nan, math.nan, ""
         try:
-            rows.append(load._asdict() | _time(engine, load, job.temperature))
+            prefill, decode = _speeds(engine, load, ours.temperature)
         except Exception as error:  # the row says so, and the other loads still run
-            rows.append(load._asdict() | {"note": f"{type(error).__name__}: {error}"[:200]})
+            note = f"{type(error).__name__}: {error}"[:200]
+        sizes = dict(zip(("requests", "prompt", "response"), load, strict=True))
+        rows.append({**sizes, "prefill tokens/s": prefill, "decode tokens/s": decode, "note": note})
     engine.llm_engine.engine_core.shutdown()
     return rows
 
 
-def _time(engine: Any, load: Load, temperature: float) -> Row:
-    """Medians of turns. Decoding takes what all tokens take beyond the first."""
+def _speeds(engine: Any, load: Load, temperature: float) -> tuple[float, float]:
+    """Tokens per second of prefill and decoding: medians of turns. Decoding takes what all tokens take beyond the first."""
     from jetrl_patch.adapters.vllm.sample import generate
 
-    prompts = [[(7 * i + j) % 200 + 2 for j in range(load.prompt)] for i in range(load.batch)]
+    requests, prompt, response = load
+    prompts = [[(7 * i + j) % 200 + 2 for j in range(prompt)] for i in range(requests)]
 
     def seconds(tokens: int) -> float:
         start = time.perf_counter()
         generate(engine, prompts, tokens, temperature)
         return time.perf_counter() - start
 
-    seconds(min(load.response, 16))
-    turns = [(seconds(1), seconds(load.response)) for _ in range(ROUNDS)]
-    first = statistics.median(one for one, _ in turns)
-    rest = statistics.median(whole - one for one, whole in turns)
-    cache = engine.llm_engine.vllm_config.cache_config
-    return {
-        "prefill tokens/s": load.batch * load.prompt / first,
-        "decode tokens/s": load.batch * (load.response - 1) / rest if rest > 0 else float("nan"),
-        "KV tokens": int(cache.num_gpu_blocks * cache.block_size),
-        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else "",
-    }  # fmt: skip
-
-
-def derive(record: Record) -> list[Table]:
-    """Speed of decoding, relative to BF16."""
-    table: dict[Load, Row] = {}
-    rows = [row for row in record.tables().get(TITLE, []) if "decode tokens/s" in row]
-    speeds = {(row["mode"], Load(row["batch"], row["prompt"], row["response"])): row["decode tokens/s"] for row in rows}
-    for (mode, load), speed in speeds.items():
-        if base := speeds.get((BASELINE, load)):
-            table.setdefault(load, load._asdict())[mode] = speed / base
-    return [("Decoding, times BF16", list(table.values()), "")]
+    seconds(min(response, 16))
+    first, rest = (statistics.median(turns) for turns in zip(*((seconds(1), seconds(response)) for _ in range(ROUNDS))))
+    return requests * prompt / first, requests * (response - 1) / (rest - first) if rest > first else math.nan

@@ -2,76 +2,56 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import subprocess
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.hopper.record import Piece, Record, Setup, Table
+from benchmarks.hopper.plan import Setup
+from benchmarks.hopper.record import MISSED, ROOT
 from scripts.tables import Row
 from tests.gpu.optional import NOT_TRIED
 
-ROOT = Path(__file__).resolve().parents[2]
-#: a "refused" test failed as it declares
-OUTCOMES = ("passed", "failed", "refused", "skipped")
+
+def pieces(dry: bool) -> list[str]:
+    """Functions; a dry run, in which all are skipped, takes the folder."""
+    files = {f"tests/gpu/{file.name}": file.read_text() for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))}
+    functions = [f"{file}::{name}" for file, text in files.items() for name in re.findall(r"(?m)^def (test_\w+)", text)]
+    return ["tests/gpu"] if dry else functions
 
 
-def pieces(setup: Setup) -> Iterator[Piece]:
-    for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                yield Piece("Tests", f"{file.stem}: {node.name}", partial(run, file, node.name))
-
-
-def run(file: Path, function: str) -> list[Row]:
-    """How many of one function's tests had each outcome, which failed, and why tests were skipped.
+def measure(name: str, setup: Setup) -> list[Row]:
+    """How many of the tests had each outcome, which failed, and why tests were skipped. A "refused" test failed as it declares.
 
     Raises:
         RuntimeError: the file cannot be imported, or a test ended the process.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        words = ["-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", f"{file}::{function}"]
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
-        if done.returncode not in (0, 1) or not report.exists():
-            raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-1500:]}")
-        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    found = [(case.get("name"), *outcome_of(case)) for case in cases]
-    counts = Counter(outcome for _, outcome, _ in found)
-    skipped = dict.fromkeys(reason.replace(";", ",") for _, outcome, reason in found if outcome == "skipped")
-    return [
-        {
-            "file": file.name, "test": function, **{outcome: counts[outcome] for outcome in OUTCOMES},
-            "seconds": sum(float(case.get("time", 0)) for case in cases),
-            "failed tests": "; ".join(f"{name}: {reason}" for name, outcome, reason in found if outcome == "failed"),
-            "why skipped": "; ".join(skipped),
-        }
-    ]  # fmt: skip
+    report = setup.scratch / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-um", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", name]
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in (0, 1) or not report.exists():
+        raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-1500:]}")
+    return [outcomes(name, report)]
 
 
-def outcome_of(case: ElementTree.Element) -> tuple[str, str]:
-    """Outcome and reason, from pytest's report. An error in set-up or tear-down counts as a failure."""
-    for wrong in (*case.iter("failure"), *case.iter("error")):
-        return "failed", (wrong.get("message") or "no message").splitlines()[0][:300]
-    for skipped in case.iter("skipped"):
-        return "refused" if skipped.get("type") == "pytest.xfail" else "skipped", skipped.get("message", "")
-    return "passed", ""
-
-
-def derive(record: Record) -> list[Table]:
-    rows = [row for found in record.rows.values() for row in found]
-    counts = {outcome: sum(row[outcome] for row in rows) for outcome in OUTCOMES}
-    reasons = list(dict.fromkeys(reason for row in rows for reason in row["why skipped"].split("; ") if reason))
-    absent = dict.fromkeys(reason.removeprefix(NOT_TRIED).partition(":")[0] for reason in reasons if reason.startswith(NOT_TRIED))
-    whole = record.complete and all(reason.startswith(NOT_TRIED) for reason in reasons)
-    verdict = "MISSED" if counts["failed"] or record.errors else "met" if whole and counts["passed"] else "not measured"
-    if absent and verdict == "met":
-        verdict = f"met; not tried: {', '.join(absent)}"
-    found = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    target = [{"target": "every test passes, or is refused as it declares", "found": found, "verdict": verdict}]
-    return [("Target", target, ""), ("Skipped", [{"why tests were skipped": reason} for reason in reasons], "")]
+def outcomes(name: str, report: Path) -> Row:
+    """The row of a report. An error in set-up or tear-down counts as a failure."""
+    failed, refused, skipped, passed = {}, [], [], 0
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        wrong = next(iter([*case.iter("failure"), *case.iter("error")]), None)
+        skip = case.find("skipped")
+        if wrong is not None:
+            failed[case.get("name")] = (wrong.get("message") or "no message").splitlines()[0][:300]
+        elif skip is None:
+            passed += 1
+        else:
+            (refused if skip.get("type") == "pytest.xfail" else skipped).append(skip.get("message", ""))
+    tried = all(reason.startswith(NOT_TRIED) for reason in skipped) and passed + len(refused)
+    return {
+        "test": name, "passed": passed, "failed": len(failed), "refused": len(refused), "skipped": len(skipped),
+        "verdict": MISSED if failed else "met" if tried else "not measured",
+        "failed tests": "; ".join(f"{name}: {reason}" for name, reason in failed.items()),
+        "why skipped": "; ".join(dict.fromkeys(skipped)),
+    }  # fmt: skip

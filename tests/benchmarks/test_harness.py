@@ -35,8 +35,3 @@ def test_what_is_between_marks_is_replaced():
     for page in ("no mark", "<!-- a -->", "<!-- /a --><!-- a -->"):
         with pytest.raises(ValueError, match="needs the marks <!-- a --> and <!-- /a -->"):
             tables.filled(page, {"a": "x"})
-
-
-def test_memory_that_a_call_takes_is_its_peak():
-    size = 64 << 20
-    assert harness.extra_memory(lambda: bytearray(size)) > size // 2

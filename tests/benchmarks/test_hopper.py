@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -14,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hopper import __main__ as hopper
-from benchmarks.hopper import parity, plan, record, rollout, tests, worker
-from benchmarks.hopper.plan import ALL, LIMIT, PARTS, find
-from benchmarks.hopper.record import Piece, Record, Setup, load
-from benchmarks.hopper.worker import UNENDED
+from benchmarks.hopper import loop, parity, plan, record, rollout, sync, tests, training
+from benchmarks.hopper.plan import ALL, LIMIT, PARTS, Setup, find
 from jetrl_patch.backends import capability
 from jetrl_patch.native import machine as support
+
+from . import pieces_that_end
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def test_the_plan_needs_the_standard_library_alone():
 
 
 def test_a_command_ends_before_nine_minutes():
-    assert LIMIT + 3 * hopper.GRACE < 9 * 60
+    assert LIMIT < 9 * 60
 
 
 def test_parts_have_letters_and_names(capsys):
@@ -131,211 +132,108 @@ def test_what_an_engine_takes_is_what_is_asked_for(machine, tmp_path, total):
 )
 def test_parts_that_can_run_do(tmp_path, monkeypatch, capsys, missing, asked, ran, status):
     done = []
-    monkeypatch.setattr(hopper, "check", lambda *_: missing)
-    monkeypatch.setattr(hopper, "run", lambda part, args: done.append(part.letter) or True)
-    assert hopper.main([*asked, "--out", str(tmp_path / "out")]) == status
+    monkeypatch.setattr(hopper, "in_a_process", lambda *_: missing)
+    monkeypatch.setattr(hopper, "run", lambda part, *_: done.append(part.letter) or True)
+    assert hopper.main([*asked, "--out", str(tmp_path / "out"), "--scratch", str(tmp_path)]) == status
     said = capsys.readouterr()
     assert "".join(done) == ran
     assert all(text in (said.out if ran else said.err) for text in missing.values())
     assert not ran or said.out.count("not run: part") == len(missing)
 
 
-def test_pages_of_existing_records(tmp_path):
-    for part in PARTS:
-        Record(part.name, planned={"x": "T"}, rows={"x": [counted()]}).save(tmp_path / f"{part.name}.json")
-    assert hopper.main(["--pages", "--out", str(tmp_path)]) == 0
-    assert len(list(tmp_path.glob("*.md"))) == len(PARTS) + 1
+KERNELS = find(["b"])[0]
+HERE = {"torch": "2", "device": "H200", "code": "abc"}
 
 
-HERE = {"torch": "2", "device": "H200", "code": "abc", "commit": "1", "options": "none"}
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A command of part b with these pieces, on a machine. Returns its status, and the record."""
+
+    def run(*pieces, here=HERE, **options):
+        module = types.SimpleNamespace(pieces=lambda dry: list(pieces), measure=pieces_that_end.measure)
+        monkeypatch.setitem(sys.modules, "benchmarks.hopper.kernels", module)
+        monkeypatch.setattr(record, "environment", lambda options: here | {"options": options})
+        args = argparse.Namespace(out=tmp_path, command="the command", again=False)
+        vars(args).update(options)
+        done = hopper.run(KERNELS, Setup(False, tmp_path), args)
+        return done, record.load(tmp_path, KERNELS)
+
+    return run
 
 
-def command(pieces, file, end=math.inf):
-    """One process of a part with these pieces."""
-    return worker.measure(load(file, "kernels"), file, pieces, end)
+def rows(found):
+    return [row for piece in found["pieces"].values() for row in piece["rows"]]
 
 
-def piece(name, tick=lambda name: None, table="T"):
-    """A piece of one row, which calls ``tick``."""
-
-    def rows():
-        tick(name)
-        return [{"row": name}]
-
-    return Piece(table, name, rows)
-
-
-def failing(*names, error="out of memory"):
-    """A ``tick`` that notes what is measured and fails for these names."""
-
-    def tick(name):
-        tick.told.append(name)
-        if name in names:
-            raise RuntimeError(error)
-
-    tick.told = []
-    return tick
+def test_pieces_are_measured_once_and_the_next_command_goes_on(command, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(hopper, "in_a_process", lambda function, *given, seconds: now.append(now.pop() + 200) or function(*given))
+    monkeypatch.setattr(hopper.time, "monotonic", lambda: now[0])
+    done, found = command("x", "y", "z")
+    assert not done and "1 pieces are left for the next command" in capsys.readouterr().out
+    assert list(found["pieces"]) == ["x", "y"] and record.state(found) == "2 of 3 pieces"
+    assert "not measured: z" in record.page(KERNELS, found)
+    done, found = command("x", "y", "z")
+    assert done and record.state(found) == "done" and [row["earlier"] for row in rows(found)] == [0, 1, 2]
+    assert command("x", "y", "z")[1] == found
+    assert command("x", "y", "z", again=True)[1] != found  # two of three fit into a command
 
 
-def test_pieces_are_measured_once_and_the_next_command_goes_on(tmp_path, monkeypatch, capsys):
-    now, done = [0.0], []
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-
-    def tick(name):
-        done.append(name)
-        now[0] += 60
-
-    pieces, file = [piece(name, tick) for name in "xyz"], tmp_path / "kernels.json"
-    assert command(pieces, file, 100) and "1 pieces are left for the next command" in capsys.readouterr().out
-    found = load(file, "kernels")
-    assert done == ["x", "y"] and found.left == ["z"] and found.state == "2 of 3 pieces" and not found.complete
-    assert "not measured: z" in record.page(find(["b"])[0], found)
-    assert command(pieces, file, 200)
-    found = load(file, "kernels")
-    assert done == ["x", "y", "z"] and found.state == "done" and found.tables() == {"T": [{"row": name} for name in "xyz"]}
-    assert command(pieces, file) and len(done) == 3
+def test_a_piece_that_fails_leaves_the_others_and_the_next_command_tries_it_again(command):
+    """Whether it raises or ends its process."""
+    done, found = command("raises", "dies", "x")
+    assert not done and record.state(found) == "done, 2 failed" and [row["piece"] for row in rows(found)] == ["x"]
+    errors = [piece["error"] for piece in found["pieces"].values()]
+    assert errors[0] == "MemoryError: out of memory" and errors[1].startswith("BrokenProcessPool: ") and not errors[2]
+    assert "**raises failed:** MemoryError: out of memory" in record.page(KERNELS, found)
+    assert record.left(found, found["pieces"]["x"]["environment"]) == ["raises", "dies"]
+    assert record.left(found | {"planned": ["raises", "new"]}, found["pieces"]["x"]["environment"])[0] == "new"
 
 
-def test_rows_are_kept_as_they_come(tmp_path):
-    """A piece that ends the process has failed, and the next process goes on with the next piece."""
-    file = tmp_path / "kernels.json"
-
-    def tick(name):
-        if name == "y":
-            raise KeyboardInterrupt
-
-    pieces = [piece(name, tick) for name in "xyz"]
-    with pytest.raises(KeyboardInterrupt):
-        command(pieces, file)
-    found = load(file, "kernels")
-    assert list(found.rows) == ["x"] and found.errors == {"y": UNENDED} and found.left == ["z"]
-    assert command(pieces, file) and list(load(file, "kernels").rows) == ["x", "z"]
+def test_a_piece_that_misses_its_target_has_failed(command):
+    done, found = command("misses", "x")
+    assert not done and record.state(found) == "done, 1 failed" and not record.left(found, HERE | {"options": "none"})
 
 
-def test_a_piece_that_fails_leaves_the_others_and_runs_again_when_asked(tmp_path):
-    file, tick = tmp_path / "kernels.json", failing("y")
-    assert command([piece(name, tick) for name in "xyz"], file)
-    found = load(file, "kernels")
-    assert list(found.rows) == ["x", "z"] and found.errors == {"y": "RuntimeError: out of memory"} and found.complete
-    assert found.state == "done, 1 failed" and "y failed: RuntimeError: out of memory" in record.page(find(["b"])[0], found)
-    hopper.forget(file, find(["b"])[0], everything=False, failed=True)
-    assert load(file, "kernels").left == ["y"]
-    again = failing()
-    assert command([piece(name, again) for name in "xyz"], file) and again.told == ["y"]
-    assert [row["row"] for row in load(file, "kernels").tables()["T"]] == list("xyz")  # in the order of the plan
-    hopper.forget(file, find(["b"])[0], everything=True, failed=False)
-    assert not file.exists()
+def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, monkeypatch):
+    import psutil
+
+    monkeypatch.setattr(hopper, "LIMIT", 5.0)
+    monkeypatch.setattr(hopper, "MARGIN", 4.0)
+    before, start = {process.pid for process in psutil.Process().children(recursive=True)}, time.monotonic()
+    done, found = command("sleeps", "x")
+    assert not done and time.monotonic() - start < 60 and list(found["pieces"]) == ["sleeps"]
+    assert found["pieces"]["sleeps"]["error"] == "TimeoutError: it did not end within 5 s"
+    left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
+    assert not [each for each in left if "time.sleep(300)" in " ".join(each.cmdline())]
 
 
-def test_a_broken_device_ends_the_process_and_the_next_one_goes_on(tmp_path, monkeypatch):
-    broken, file = [False], tmp_path / "kernels.json"
-    monkeypatch.setattr(worker, "is_broken", lambda: broken[0])
-    tick = failing("x", error="an illegal memory access was encountered")
-
-    def breaks(name):
-        broken[0] = name == "x"
-        tick(name)
-
-    assert not command([piece(name, breaks) for name in "xy"], file)
-    broken[0] = False
-    assert command([piece(name, breaks) for name in "xy"], file) and tick.told == ["x", "y"]
-    assert "illegal" in load(file, "kernels").errors["x"]
+@pytest.mark.parametrize("change", [{"torch": "3"}, {"options": "--without-deep-gemm"}, {"vllm": "1"}, {"code": "def"}])
+def test_what_another_machine_or_other_software_found_is_measured_again(command, change):
+    _, found = command("x")
+    here = HERE | {"options": "none"}
+    assert not record.left(found, here) and record.left(found, here | change) == ["x"]
+    text = record.page(KERNELS, found)
+    assert "torch 2; device H200; code abc; options none. Command: `the command`." in text
 
 
-def test_a_device_that_breaks_after_a_call_is_no_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "is_broken", lambda: True)
-    file = tmp_path / "kernels.json"
-    assert not command([piece("x")], file)
-    found = load(file, "kernels")
-    assert not found.rows and "had returned" in found.errors["x"]
-
-
-def test_memory_that_is_given_back_too_late_ends_nothing(tmp_path, monkeypatch):
-    import torch
-
-    def fails():
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
-    assert command([piece("x")], tmp_path / "kernels.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"torch": "3"}, "its other rows were measured with torch 2, found torch 3."),
-        ({"options": "--without-deep-gemm"}, "measured with options none, found options --without-deep-gemm"),
-        ({"vllm": "1"}, "measured with vllm none"),
-        ({"code": "def"}, "code def"),
-        ({"commit": "2"}, ""),  # the same code
-        ({}, ""),
-    ],
-)
-def test_a_record_is_of_one_environment(change, says):
-    found = Record("kernels", environment=HERE, commands=["make hopper"], planned={"x": "T"}, rows={"x": [{"a": 1}]})
-    text = record.page(find(["b"])[0], found)
-    assert "torch 2; device H200" in text and "Command: `make hopper`" in text
-    refused = found.other(HERE | change)
-    assert (says in refused and "--again" in refused and "another --out" in refused) if says else refused == ""
-
-
-def test_another_environment_is_refused_before_anything_is_measured(tmp_path, capsys):
-    file = tmp_path / "tests.json"
-    Record("tests", planned={"x": "T", "y": "T"}, rows={"x": []}, environment={"torch": "0.1"}).save(file)
-    before = file.read_text()
-    worker.main("tests", tmp_path, tmp_path, "command", dry=True, deep_gemm=True, seconds=9.0)
-    assert "measured with torch 0.1" in capsys.readouterr().out and file.read_text() == before
-
-
-HEAD = (
-    "import sys, time, os, json; from pathlib import Path; from benchmarks.hopper.record import load; "
-    "file = Path(json.loads(sys.argv[1])['out']) / 'kernels.json'; record = load(file, 'kernels'); "
-)
-BEGINS = "record.planned = {'p': 'T', 'q': 'T'}; record.errors['p'] = 'x'; record.save(file); "
-
-
-def start_part(tmp_path, monkeypatch, code, limit):
-    """Run part b in processes that run ``code`` with ``record`` and ``file`` at hand."""
-    original, begun = subprocess.Popen, []
-
-    def starts(words, **settings):
-        begun.append(words)
-        return original([sys.executable, "-c", HEAD + code, words[-1]], **settings)
-
-    monkeypatch.setattr("examples.common.processes.subprocess.Popen", starts)
-    (kernels,) = find(["b"])
-    before = time.monotonic()
-    args = types.SimpleNamespace(out=tmp_path, scratch=tmp_path, command="c", dry=True, deep_gemm=True)
-    done = hopper.run(kernels, args, limit=limit)
-    assert time.monotonic() - before < 60
-    return done, len(begun), load(tmp_path / "kernels.json", "kernels")
-
-
-def test_a_part_that_does_not_end_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(hopper, "MARGIN", 0.0)
-    done, begun, found = start_part(tmp_path, monkeypatch, BEGINS + "time.sleep(60)", 3)
-    assert not done and begun == 1 and found.left == ["q"] and "p" in found.errors
-
-
-@pytest.mark.parametrize("ends", ["os._exit(5)", "os.kill(os.getpid(), 9)"])
-def test_another_process_goes_on_after_one_that_a_piece_ended(tmp_path, monkeypatch, ends):
-    code = f"record.rows |= {{'q': []}} if record.errors else {{}}; {BEGINS}{ends}"
-    done, begun, found = start_part(tmp_path, monkeypatch, code, 160)
-    assert not done and begun == 2 and found.complete and list(found.rows) == ["q"]
-
-
-def test_what_cannot_start_is_not_started_again(tmp_path, monkeypatch, capsys):
-    done, begun, found = start_part(tmp_path, monkeypatch, "sys.exit(1)", 160)
-    assert not done and begun == 1 and not found.planned and "ended with status 1; see" in capsys.readouterr().err
+def test_the_environment_tells_the_code_and_the_options(monkeypatch):
+    found = record.environment("none")
+    assert {"torch", "python", "device, memory, driver"} <= set(found) and found == record.environment("none")
+    assert record.environment("--without-deep-gemm") != found
+    monkeypatch.setattr(record, "CODE", ("jetrl_patch",))
+    assert record.environment("none")["code"] != found["code"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
-    (tmp_path / "tests.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a record"):
-        load(tmp_path / "tests.json", "tests")
-    Record("sync").save(tmp_path / "tests.json")
-    with pytest.raises(ValueError, match="'sync', not of 'tests'"):
-        load(tmp_path / "tests.json", "tests")
+    for text in ("{}", "no"):
+        (tmp_path / "kernels.json").write_text(text)
+        with pytest.raises(ValueError, match="is not a record"):
+            record.load(tmp_path, KERNELS)
+
+
+def piece(*found, error=""):
+    return {"environment": HERE, "command": "c", "rows": list(found), "error": error}
 
 
 def test_the_pages_are_those_of_the_records(tmp_path):
@@ -351,64 +249,52 @@ def test_a_part_has_a_page_once_it_was_measured(tmp_path):
     record.write(tmp_path)
     (index,) = tmp_path.iterdir()
     assert "**Not measured yet:**" in index.read_text() and "| a, tests |" in index.read_text()
-    Record("sync", planned={"x": "T"}, rows={"x": [{"a": 1}]}).save(tmp_path / "sync.json")
+    record.save(tmp_path, find(["f"])[0], {"planned": ["x"], "dry": False, "pieces": {"x": piece({"a": 1})}})
     record.write(tmp_path)
     assert sorted(f.name for f in tmp_path.glob("*.md")) == ["index.md", "sync.md"]
     assert "[f, sync](sync.md)" in index.read_text() and "Not measured yet" not in index.read_text()
 
 
-def test_a_page_says_what_was_not_measured():
-    rows = [counted(a="1|2")]
-    text = record.page(PARTS[0], Record("tests", dry=True, planned={"x": "Tests", "y": "Tests"}, rows={"x": rows}))
-    assert "A dry run" in text and "not measured: y" in text and "| 1 | 0 | 0 | 0 |  | 1/2 |" in text
-    assert "| 1 passed, 0 failed, 0 refused, 0 skipped | not measured |" in text
+def test_rows_with_the_same_columns_make_a_table():
+    pieces = {"x": piece({"a": "1|2"}, {"a": 2}), "y": piece({"b": 3}), "z": piece(error="no")}
+    text = record.page(KERNELS, {"planned": ["x", "y", "z", "w"], "dry": True, "pieces": pieces})
+    assert "A dry run" in text and "not measured: w" in text and "**z failed:** no" in text
+    assert text.endswith("Command: `c`.\n\n| a |\n| --- |\n| 1/2 |\n| 2 |\n\n| b |\n| --- |\n| 3 |\n")
 
 
 @pytest.mark.parametrize(("deep_gemm", "backend"), [(True, "auto"), (False, "triton")])
-def test_without_deep_gemm_no_engine_uses_it(tmp_path, monkeypatch, deep_gemm, backend):
-    found = []
-    monkeypatch.setattr(parity, "long_model", lambda folder: folder)
-    monkeypatch.setattr(parity, "run_mode", lambda job: found.append(job.config.backend) or {})
-    for each in parity.pieces(Setup(False, tmp_path, Record("parity"), deep_gemm)):
-        with pytest.raises(KeyError):  # the run has no result
-            list(each.rows())
-    assert set(found[:-1]) == {backend} and found[-1] == "auto"  # the last is without the plugin
+def test_without_deep_gemm_no_engine_uses_it(deep_gemm, backend):
+    setup = Setup(False, Path(), deep_gemm)
+    for mode in {name.split("; ")[0] for name in parity.pieces(False)} | set(rollout.pieces(False)):
+        job = parity.job(mode, setup.backend)
+        assert (job.stock is None) == (mode not in parity.STOCKS)  # without the plugin its settings decide nothing
+        if job.stock is None:
+            assert job.config.backend == backend and job.config.decode_graphs == (mode in (parity.GRAPHS, parity.OWN))
 
 
-@pytest.mark.parametrize(
-    ("shares", "verdict"),
-    [
-        ({"exact, 1": 1.0, "exact, 2": 1.0, "linear": 0.4}, "met"),
-        ({"exact, 1": 1.0}, "not measured"),
-        ({"exact, 1": 0.99}, "MISSED"),
-    ],
-)
-def test_parity_promises_every_token(shares, verdict):
-    rows = {name: [{"bit-equal": share}] for name, share in shares.items()}
-    ((_, table, _),) = parity.derive(Record("parity", planned=dict.fromkeys(["exact, 1", "exact, 2", "linear"], "T"), rows=rows))
-    assert table[0]["verdict"] == verdict
+@pytest.mark.parametrize(("name", "share", "verdict"), [("exact, eager; 64", 1.0, "met"), ("exact, eager; 64", 0.99, "MISSED"),
+                                                        ("linear; 64", 0.4, "")])  # fmt: skip
+def test_parity_promises_every_token(tmp_path, monkeypatch, name, share, verdict):
+    found = dict.fromkeys(("tokens", "backend", "attention", "logp_abs_diff_mean", "logp_abs_diff_max"), 0)
+    asked = []
+    monkeypatch.setattr(parity, "run_mode", lambda job: asked.append(job) or found | {"bit_equal_fraction": share})
+    (row,) = parity.measure(name, Setup(False, tmp_path, share=0.4))
+    assert row["verdict"] == verdict and row["bit-equal"] == share
+    (job,) = asked
+    assert job.batch == 64 and job.tokens == 64 * 2048 and ("gpu_memory_utilization", 0.4) in job.engine
 
 
-def counted(**changes):
-    return {"passed": 1, "failed": 0, "refused": 0, "skipped": 0, "why skipped": ""} | changes
-
-
-@pytest.mark.parametrize(
-    ("row", "planned", "verdict"),
-    [
-        (counted(), ["x"], "met"),
-        (counted(refused=2), ["x"], "met"),
-        (counted(failed=1), ["x", "y"], "MISSED"),
-        (counted(skipped=1, **{"why skipped": "no CUDA device"}), ["x"], "not measured"),
-        (counted(skipped=2, **{"why skipped": "not tried, a: no; not tried, te: old"}), ["x"], "met; not tried: a, te"),
-        (counted(skipped=1, **{"why skipped": "not tried, te: old; no CUDA"}), ["x"], "not measured"),
-        (counted(passed=0, skipped=1, **{"why skipped": "not tried, te: old"}), ["x"], "not measured"),
-        (counted(), ["x", "y"], "not measured"),
-    ],
-)  # fmt: skip
-def test_tests_that_did_not_run_are_no_success(row, planned, verdict):
-    _, table, _ = tests.derive(Record("tests", planned=dict.fromkeys(planned, "Tests"), rows={"x": [row]}))[0]
-    assert table[0]["verdict"] == verdict
+def test_ratios_are_to_what_was_measured_before(monkeypatch):
+    monkeypatch.setattr(training, "_measure", lambda mode, variant, setup: {"step ms": 3.0})
+    earlier = ({"mode": "BF16", "sequences": "long", "step ms": 6.0}, {"mode": "BF16", "sequences": "short", "step ms": 9.0})
+    (row,) = training.measure("exact; long", Setup(False, Path(), earlier=earlier))
+    assert row["BF16 / this"] == 2.0 and math.isnan(row["BF16, compiled / this"])
+    assert training.measure("BF16; long", Setup(False, Path()))[0]["BF16 / this"] == 1.0
+    (row,) = sync.measure(sync.FP8, Setup(True, Path(), earlier=({"sync": sync.PLAIN, "GB": 1.0, "seconds": 1e9},)))
+    assert row["seconds / plain"] < 1 and row["GB"] == row["GB / plain"]
+    modes = dict.fromkeys(name.split("; ")[0] for name in training.pieces(False))
+    assert list(modes)[:2] == ["BF16", "BF16, compiled"] and sync.pieces(False)[0] == sync.PLAIN
+    assert rollout.pieces(False)[0] == rollout.STOCK_BF16 and loop.pieces(False)[0] == "bf16"
 
 
 SUITE = """
@@ -430,54 +316,79 @@ def test_skips(): pytest.skip("not tried, te: old; older")
 """
 
 
+
+def outcomes(tmp_path, test):
+    (row,) = tests.measure(test, Setup(False, tmp_path))
+    return row
+
+
 def test_each_function_is_told_although_others_end_the_process(tmp_path):
     """Expected failures are not skips. The error of a function that ends its process has pytest's output."""
     file = tmp_path / "test_suite.py"
     file.write_text(SUITE)
-    found = {name: tests.run(file, name)[0] for name in ("test_end", "test_fails", "test_xfail", "test_strict", "test_skips")}
-    assert {name: tuple(row[outcome] for outcome in tests.OUTCOMES) for name, row in found.items()} == {
+    names = ("test_end", "test_fails", "test_xfail", "test_strict", "test_skips")
+    found = {name: outcomes(tmp_path, f"{file}::{name}") for name in names}
+    assert {name: tuple(row[each] for each in ("passed", "failed", "refused", "skipped")) for name, row in found.items()} == {
         "test_end": (0, 1, 0, 0), "test_fails": (1, 1, 0, 0), "test_xfail": (0, 0, 1, 0), "test_strict": (0, 1, 0, 0),
         "test_skips": (0, 0, 0, 1),
     }  # fmt: skip
     assert found["test_fails"]["failed tests"].startswith("test_fails[0]: AssertionError: wrong")
     assert "at its end" in found["test_end"]["failed tests"]
-    assert found["test_skips"]["why skipped"] == "not tried, te: old, older"
+    assert found["test_skips"]["why skipped"] == "not tried, te: old; older"
     with pytest.raises(RuntimeError, match=r"(?s)status 7.*test_crash\[0\] PASSED.*test_crash\[1\]"):
-        tests.run(file, "test_crash")
+        outcomes(tmp_path, f"{file}::test_crash")
+
+
+CASES = {
+    "passes": "<testcase name='p'/>",
+    "fails": "<testcase name='f'><failure message='wrong'/></testcase>",
+    "refused": "<testcase name='x'><skipped type='pytest.xfail' message='as declared'/></testcase>",
+    "no CUDA": "<testcase name='s'><skipped type='pytest.skip' message='no CUDA device'/></testcase>",
+    "no te": "<testcase name='t'><skipped type='pytest.skip' message='not tried, te: old'/></testcase>",
+}
+
+
+@pytest.mark.parametrize(
+    ("cases", "verdict"),
+    [
+        (["passes"], "met"), (["passes", "refused"], "met"), (["passes", "no te"], "met"), (["passes", "fails"], "MISSED"),
+        (["passes", "no CUDA"], "not measured"), (["passes", "no te", "no CUDA"], "not measured"), (["no te"], "not measured"),
+        ([], "not measured"),
+    ],
+)  # fmt: skip
+def test_tests_that_did_not_run_are_no_success(tmp_path, cases, verdict):
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuites><testsuite>{''.join(map(CASES.get, cases))}</testsuite></testsuites>")
+    assert tests.outcomes("x", report)["verdict"] == verdict
+
+
+def test_every_function_is_a_piece():
+    found = tests.pieces(False)
+    assert len(found) == len(set(found)) > 20 and all((ROOT / name.split("::")[0]).exists() for name in found)
 
 
 def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):
     (tmp_path / "test_suite.py").write_text("import nothing_of_that_name\ndef test_a(): pass")
     with pytest.raises(RuntimeError, match="nothing_of_that_name"):
-        tests.run(tmp_path / "test_suite.py", "test_a")
-
-
-class Engine:
-    """A stand-in for vLLM's engine, which fails at a batch of 2."""
-
-    llm_engine = types.SimpleNamespace(
-        engine_core=types.SimpleNamespace(shutdown=lambda: None),
-        vllm_config=types.SimpleNamespace(cache_config=types.SimpleNamespace(num_gpu_blocks=3, block_size=16)),
-    )
-
-
-def generate(engine, prompts, tokens, temperature):
-    if len(prompts) == 2:
-        raise MemoryError("too little")
+        outcomes(tmp_path, str(tmp_path / "test_suite.py"))
 
 
 def test_an_engine_serves_the_loads_of_its_mode(monkeypatch):
-    """A failed workload is a row with a note; the others still run."""
-    asked = []
-    sample = types.SimpleNamespace(build_engine=lambda job, longest: asked.append(longest) or Engine(), generate=generate)
+    """A failed load is a row with a note; the others still run."""
+    asked, told = [], []
+
+    def generate(engine, prompts, tokens, temperature):
+        if len(prompts) == 2:
+            raise MemoryError("too little")
+
+    core = types.SimpleNamespace(shutdown=lambda: told.append(1))
+    engine = types.SimpleNamespace(llm_engine=types.SimpleNamespace(engine_core=core))
+    sample = types.SimpleNamespace(build_engine=lambda job, longest: asked.append(longest) or engine, generate=generate)
     monkeypatch.setitem(sys.modules, "jetrl_patch.adapters.vllm.sample", sample)
-    job = rollout.Job(model="", config=rollout.STOCK["bfloat16"].config(), stock="bfloat16")
-    found = rollout.serve(job, [rollout.Load(batch, batch, 1) for batch in (1, 2, 3)])
-    assert asked == [4] and [row["batch"] for row in found] == [1, 2, 3]
-    assert [row.get("KV tokens") for row in found] == [48, None, 48] and found[1]["note"] == "MemoryError: too little"
-    rows = [{"mode": mode, **found[0], "decode tokens/s": speed} for mode, speed in (("BF16", 2.0), ("exact", 3.0))]
-    ((_, table, _),) = rollout.derive(Record("rollout", planned={"x": rollout.TITLE}, rows={"x": rows}))
-    assert table == [{"batch": 1, "prompt": 1, "response": 1, "BF16": 1.0, "exact": 1.5}]
+    found = rollout.serve(parity.job(rollout.STOCK_BF16, "auto"), [(requests, requests, 2) for requests in (1, 2, 3)])
+    assert asked == [5] and told == [1] and [row["requests"] for row in found] == [1, 2, 3]
+    assert [row["note"] for row in found] == ["", "MemoryError: too little", ""]
+    assert math.isnan(found[1]["prefill tokens/s"]) and found[2]["prefill tokens/s"] > 0
 
 
 @pytest.mark.e2e
@@ -486,8 +397,9 @@ def test_the_dry_run(tmp_path):
     """Every part runs its own code on this CPU, with real vLLM and verl."""
     run = start("--dry", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"))
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    for each in PARTS:
-        found = load(tmp_path / "out" / f"{each.name}.json", each.name)
-        assert found.dry and found.state == "done" and all(found.rows.values()), each.name
-        assert "A dry run on a CPU" in (tmp_path / "out" / f"{each.name}.md").read_text()
-    assert load(tmp_path / "out" / "parity.json", "parity").rows["exact, CUDA graphs, 2"][0]["bit-equal"] == 1.0
+    for part in PARTS:
+        found = record.load(tmp_path / "out", part)
+        assert found["dry"] and record.state(found) == "done", part.name
+        assert all(piece["rows"] for piece in found["pieces"].values()), part.name
+        assert "A dry run on a CPU" in (tmp_path / "out" / f"{part.name}.md").read_text()
+    assert record.load(tmp_path / "out", find(["c"])[0])["pieces"]["exact, CUDA graphs; 2"]["rows"][0]["bit-equal"] == 1.0

@@ -10,7 +10,6 @@ import torch
 import triton
 
 from benchmarks.hopper import kernels
-from benchmarks.hopper.device import Machine, Timed
 from benchmarks.shapes import Model
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends import quantize as reference
@@ -18,7 +17,6 @@ from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import DECODED, compare_rows
 from jetrl_patch.kernels import gemm, gemm_common, quantize
 
-from ..fp8.thresholds import sqnr
 from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
 from .interpreted_quantize import data
 
@@ -137,33 +135,8 @@ def test_wrong_operands(change, error, match):
 
 
 def test_the_benchmarks_run_on_this_backend():
-    """Run the calls that ``make hopper`` times on Triton once."""
-
-    def once(calls):
-        for call in calls.values():
-            call(0)
-        return {name: Timed(1.0, True) for name in calls}
-
+    """Run the calls that ``make hopper`` times on Triton."""
     tiny = Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128)
-    machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
-    sizes = kernels.TINY._replace(model=tiny, train=(16,), decode=(7,))
-    found: dict[str, list] = {}
-    for name, _, function, *arguments in kernels.measurements(machine, sizes):
-        if name in ("quantizers", "decode", "blocks"):
-            found.setdefault(name, []).extend(function(machine, *arguments))
-    assert not [row for rows in found.values() for row in rows if row["note"]]
-    quantizers = {row["quantizer"] for row in found["quantizers"]}
-    assert quantizers == {"activation 1x128", "tokens 128x1", "weight 128x128", "both layouts"}
-    assert {row["way"] for row in found["decode"]} == {"bf16", "triton"}
-    assert {row["way"] for row in found["blocks"]} == {"bf16", "triton", "triton, fused"}
-
-
-@pytest.mark.parametrize("strided", [False, True])
-def test_a_block_fused_is_near_one_that_is_not(strided):
-    model = Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128)
-    torch.manual_seed(0)
-    plain = kernels.Block(model, torch.device("cpu"), "triton", fused=False)
-    ours = kernels.Block(model, torch.device("cpu"), "triton", fused=True)
-    ours.load_state_dict(plain.state_dict())
-    x = torch.randn(5, 256 if strided else 128).to(torch.bfloat16)[:, :128]
-    assert sqnr(ours(x).detach(), plain(x).detach()) > 30
+    cases = ((kernels.FPROP, 16), (kernels.LAYER, 16), (kernels.DECODE, 7))
+    rows = list(kernels.linears(tiny, {"triton": get_backend("triton")}, torch.device("cpu"), cases))
+    assert [row["way"] for row in rows] == ["BF16", "triton"] * 3 and not [row for row in rows if row["note"]]

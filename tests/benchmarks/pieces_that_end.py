@@ -1,0 +1,20 @@
+"""Pieces of a part of ``make hopper`` that stand in for measurements, in a module that a new process imports quickly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+
+def measure(name, setup):
+    """Does what the piece is called."""
+    if name == "dies":
+        os._exit(5)
+    if name == "sleeps":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        time.sleep(300)
+    if name == "raises":
+        raise MemoryError("out of memory")
+    return [{"piece": name, "earlier": len(setup.earlier), "verdict": "MISSED" if name == "misses" else "met"}]
