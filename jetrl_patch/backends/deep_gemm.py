@@ -10,6 +10,8 @@ DeepGEMM does not check some of its requirements, or only when nvcc compiles a k
 
 - 1D1D assumes rows K apart, whatever the strides say: a range of columns is copied first;
 - for M <= 32, 1D1D's heuristic may choose a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
+- a kernel is compiled for the sizes that ``compiled_dims`` names. For weight gradients these are the two of dW, because their K,
+  the number of tokens, differs in every micro-batch and nvcc takes seconds;
 - 1D1D adds to d in memory. A main gradient is passed as it is; a new d starts as zeros;
 - TMA needs addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4. The quantizing kernels
   write them so. Other layouts are copied here; DeepGEMM would copy them with a kernel that it compiles for each K.
@@ -89,14 +91,14 @@ class DeepGemmBackend(GpuBackend):
         check_widths(self.name, dy.shape[0], x.shape[0])
         if self.rounds and out_dtype == torch.bfloat16 and dy.q.numel():
             return cublaslt.row_product(dy.q, dy.s.t(), x.q, x.s.t(), out_dtype)
-        return self._rows(dy.q, dy.s.t(), x.q, x.s.t()).to(out_dtype)
+        return self._rows(dy.q, dy.s.t(), x.q, x.s.t(), compiled="mn").to(out_dtype)
 
     def add_wgrad_product(self, dy: Quantized, x: Quantized, main: Tensor) -> None:
         """1D1D adds to a main gradient that TMA can write and that is high enough for a tile."""
         check_widths(self.name, dy.shape[0], x.shape[0])
         if dy.shape[0] <= FEW or not main.is_contiguous() or main.data_ptr() % ALIGN:
             return super().add_wgrad_product(dy, x, main)
-        self._rows(dy.q, dy.s.t(), x.q, x.s.t(), main)
+        self._rows(dy.q, dy.s.t(), x.q, x.s.t(), main, compiled="mn")
 
     def _blocks(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
         """The BF16 product; b [N, K] has one scale per 128x128 block."""
@@ -105,7 +107,9 @@ class DeepGemmBackend(GpuBackend):
             self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), row_major(sb)), d, recipe=BLOCKS)
         return d
 
-    def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, main: Tensor | None = None) -> Tensor:
+    def _rows(
+        self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, main: Tensor | None = None, compiled: str = "nk"
+    ) -> Tensor:
         """The FP32 product, added to ``main`` if given; both operands have one scale per row and group."""
         M = a.shape[0]
         if 0 < M <= FEW:
@@ -113,7 +117,7 @@ class DeepGemmBackend(GpuBackend):
             sa = F.pad(sa.t(), (0, TILE - M)).t()
         d = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if main is None else main
         if d.numel():
-            self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), pitched(sb)), d, c=d, recipe=ROWS)
+            self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), pitched(sb)), d, c=d, recipe=ROWS, compiled_dims=compiled)
         return d[:M]
 
 

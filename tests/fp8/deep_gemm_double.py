@@ -81,12 +81,13 @@ class DeepGemm:
         need(recipe in ((1, 1, BLOCK), (1, BLOCK, BLOCK)), "Unknown SF transformation")
         sa = self._row_scales(sa, M, K)
         need(self.sms % 2 == 0, "an even number of SMs")
+        need(compiled_dims and set(compiled_dims) <= set("mnk"), "compiled_dims")
         if recipe[1] == 1:
-            self._1d1d(a, sa, b, self._row_scales(sb, N, K), c, d)
+            self._1d1d(a, sa, b, self._row_scales(sb, N, K), c, d, compiled_dims)
         else:
-            self._1d2d(a, sa, b, self._block_scales(sb, N, K), c, d)
+            self._1d2d(a, sa, b, self._block_scales(sb, N, K), c, d, compiled_dims)
 
-    def _1d1d(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor | None, d: Tensor) -> None:
+    def _1d1d(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor | None, d: Tensor, dims: str) -> None:
         (M, K), N = a.shape, b.shape[0]
         need(c is not None and d.dtype == torch.float32, "1D1D adds to an FP32 output")
         for t in (a, b):
@@ -95,25 +96,26 @@ class DeepGemm:
         tile = best_tile("1d1d", M, N, K, self.sms)
         need(tile.block_m in (64, 128), f"NVCC compilation failed: BLOCK_M = {tile.block_m} % WGMMA::M")
         tma(d, d.stride(0))
-        self._compile("1d1d", M, N, K, tile)
+        self._compile("1d1d", M, N, K, tile, dims)
         d.add_(self.product(a, sa, b, sb, torch.float32, tile))
 
-    def _1d2d(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor | None, d: Tensor) -> None:
+    def _1d2d(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor | None, d: Tensor, dims: str) -> None:
         (M, K), N = a.shape, b.shape[0]
         need(c is None and d.dtype == torch.bfloat16, "1D2D writes BF16 and adds to nothing")
         need(N % 8 == 0, "the kernel traps: shape_n % 8")
         for t in (a, b, d):
             tma(t, t.stride(0))
         tile = best_tile("1d2d", M, N, K, self.sms)
-        self._compile("1d2d", M, N, K, tile)
+        self._compile("1d2d", M, N, K, tile, dims)
         d.copy_(self.product(a, sa, b, quantize.expand_weight_scale(sb.contiguous(), N), torch.bfloat16, tile))
 
     def product(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype, tile: Tile) -> Tensor:
         """A double that is not row-invariant overrides this."""
         return quantize.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb.contiguous(), out_dtype)
 
-    def _compile(self, kernel: str, M: int, N: int, K: int, tile: Tile) -> None:
-        self.compiled.add((kernel, N, K, tile))
+    def _compile(self, kernel: str, M: int, N: int, K: int, tile: Tile, dims: str) -> None:
+        fixed = tuple(size for name, size in zip("mnk", (M, N, K), strict=True) if name in dims)
+        self.compiled.add((kernel, *fixed, tile))
         self.calls.append((kernel, M, N, K))
 
     def _row_scales(self, s: Tensor, rows: int, K: int) -> Tensor:

@@ -107,7 +107,7 @@ def transposed(M, N, K):
 def test_a_main_gradient_is_added_to_in_the_product(library, N, K, monkeypatch):
     g, x, ours = transposed(300, N, K)
     handed, product = [], library.fp8_gemm_nt
-    monkeypatch.setattr(library, "fp8_gemm_nt", lambda a, b, d, c, recipe: handed.append((c, d)) or product(a, b, d, c, recipe))
+    monkeypatch.setattr(library, "fp8_gemm_nt", lambda *a, c, **k: handed.append((c, a[2])) or product(*a, c=c, **k))
     kinds = {"whole": torch.randn(N, K), "turned": torch.randn(K, N).t(), "shifted": torch.randn(N * K + 1)[1:].view(N, K)}
     for kind, main in kinds.items():
         expected = main + ours.wgrad_product(g, x, FP32)
@@ -116,6 +116,16 @@ def test_a_main_gradient_is_added_to_in_the_product(library, N, K, monkeypatch):
         assert torch.equal(main, expected)
         direct = kind == "whole" and N > deep_gemm.FEW  # fewer rows are padded for its tile
         assert len(handed) == 1 and (handed[0][0] is handed[0][1] is main) == direct
+
+
+def test_a_weight_gradient_compiles_nothing_for_another_number_of_tokens(library):
+    for tokens in (300, 1024, 1100, 4000):
+        g, x, ours = transposed(tokens, 320, 1008)
+        ours.wgrad_product(g, x, FP32)
+        ours.add_wgrad_product(g, x, torch.zeros(320, 1008))
+    assert len(library.calls) == 8 and len({kernel[:3] for kernel in library.compiled}) == 1
+    assert {kernel[:3] for kernel in library.compiled} == {("1d1d", 320, 1008)}
+    assert len(library.compiled) <= 2  # the tile follows from the sizes, too
 
 
 def test_a_weight_gradient_in_bf16_is_rounded_in_the_product(library, monkeypatch):
