@@ -117,7 +117,8 @@ class DeepGemmBackend(GpuBackend):
             sa = F.pad(sa.t(), (0, TILE - M)).t()
         d = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if main is None else main
         if d.numel():
-            self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), pitched(sb)), d, c=d, recipe=ROWS, compiled_dims=compiled)
+            operands = ((packed(a), pitched(sa)), (packed(b), pitched(sb)))
+            self._module.fp8_gemm_nt(*operands, d, c=d, recipe=ROWS, compiled_dims=compiled)
         return d[:M]
 
 
