@@ -23,7 +23,6 @@ other process has to match.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,10 +67,12 @@ class DeepGemmBackend(GpuBackend):
             check_widths(self.name, K, N)
             return self._blocks(x.q, x.s_rows, w.q, w.s_blocks)
         check_fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
-        step = split_width(K, splits)
+        step, total = split_width(K, splits), None
         check_widths(self.name, K, N)
-        operands = ((x.columns(k, k + step), w.columns(k, k + step)) for k in range(0, K, step))
-        return functools.reduce(torch.add, (self._rows(*a, *b) for a, b in operands)).to(out_dtype)
+        for k in range(0, K, step):  # each range adds to the total of those before it, as the ranks' sums are added
+            total = self._rows(*x.columns(k, k + step), *w.columns(k, k + step), total)
+        assert total is not None
+        return total[: x.shape[0]].to(out_dtype)
 
     def compiled_rows(self, most: int) -> Sequence[int]:
         """A kernel is compiled for each [N, K] and tile.
@@ -91,7 +92,7 @@ class DeepGemmBackend(GpuBackend):
         check_widths(self.name, dy.shape[0], x.shape[0])
         if self.rounds and out_dtype == torch.bfloat16 and dy.q.numel():
             return cublaslt.row_product(dy.q, dy.s.t(), x.q, x.s.t(), out_dtype)
-        return self._rows(dy.q, dy.s.t(), x.q, x.s.t(), compiled="mn").to(out_dtype)
+        return self._rows(dy.q, dy.s.t(), x.q, x.s.t(), compiled="mn")[: dy.shape[0]].to(out_dtype)
 
     def add_wgrad_product(self, dy: Quantized, x: Quantized, main: Tensor) -> None:
         """1D1D adds to a main gradient that TMA can write and that is high enough for a tile."""
@@ -108,18 +109,18 @@ class DeepGemmBackend(GpuBackend):
         return d
 
     def _rows(
-        self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, main: Tensor | None = None, compiled: str = "nk"
+        self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, total: Tensor | None = None, compiled: str = "nk"
     ) -> Tensor:
-        """The FP32 product, added to ``main`` if given; both operands have one scale per row and group."""
+        """The FP32 product, added to ``total`` if given; both operands have one scale per row and group. Few rows are padded."""
         M = a.shape[0]
         if 0 < M <= FEW:
             a = F.pad(packed(a).view(torch.uint8), (0, 0, 0, TILE - M)).view(FP8)
             sa = F.pad(sa.t(), (0, TILE - M)).t()
-        d = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if main is None else main
+        d = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if total is None else total
         if d.numel():
             operands = ((packed(a), pitched(sa)), (packed(b), pitched(sb)))
             self._module.fp8_gemm_nt(*operands, d, c=d, recipe=ROWS, compiled_dims=compiled)
-        return d[:M]
+        return d
 
 
 def packed(q: Tensor) -> Tensor:
