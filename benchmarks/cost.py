@@ -42,17 +42,10 @@ class Net(NamedTuple):
     experts: int = 1
     active: int = 1
 
-    @property
-    def matrices(self) -> float:
-        """Parameters of all quantized linear layers."""
-        attention, mlp = self.weights()
-        return self.layers * (attention + self.experts * mlp)
-
-    @property
-    def used(self) -> float:
-        """Parameters of the linear layers that a token uses."""
-        attention, mlp = self.weights()
-        return self.layers * (attention + self.active * mlp)
+    def matrices(self, experts: int) -> float:
+        """Parameters of the quantized linear layers with so many experts: ``active`` are used by a token."""
+        sizes = {linear.name: linear.N * linear.K for linear in self.block.linears}
+        return self.layers * float(sizes["qkv"] + sizes["o"] + experts * (sizes["gate_up"] + sizes["down"]))
 
     def sizes(self, fp8: bool) -> Iterator[int]:
         """Tensor parallel sizes of its rollout: they split no head and, in FP8, no block of a weight."""
@@ -69,11 +62,6 @@ class Net(NamedTuple):
         """Input ("K") or output ("N") features of all linear layers that a token uses."""
         linears = self.block.linears
         return self.layers * sum(getattr(x, side) * (1 if self.is_dense(x.name) else self.active) for x in linears)
-
-    def weights(self) -> tuple[float, float]:
-        """Parameters of a block's attention, and of its MLP or one of its experts."""
-        sizes = {linear.name: float(linear.N * linear.K) for linear in self.block.linears}
-        return sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
 
 
 NETS = (
@@ -186,7 +174,7 @@ def training_forward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float
     """GPU seconds of a forward pass over all sequences."""
     tokens, peaks = float(lengths.sum()), gpu.peaks
     peak = (peaks.fp8 if way.trains else peaks.bf16) * 1e12
-    found = 2 * tokens * net.used / peak
+    found = 2 * tokens * net.matrices(net.active) / peak
     if way.trains:
         found += tokens * net.features("K") * QUANTIZED[0] / (peaks.bandwidth * 1e9)
     return found + _rest(net, way, lengths, gpu)
@@ -196,7 +184,7 @@ def training_backward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> floa
     """GPU seconds of DGrad, WGrad and the backward of everything else."""
     tokens, peaks = float(lengths.sum()), gpu.peaks
     dgrad, wgrad = (peaks.fp8, peaks.fp8_wgrad) if way.trains else (peaks.bf16, peaks.bf16)
-    found = 2 * tokens * net.used * (1 / dgrad + 1 / wgrad) / 1e12
+    found = 2 * tokens * net.matrices(net.active) * (1 / dgrad + 1 / wgrad) / 1e12
     if way.trains:
         found += tokens * net.features("N") * QUANTIZED[1] / (peaks.bandwidth * 1e9)
     return found + 2.25 * _rest(net, way, lengths, gpu)
@@ -207,7 +195,7 @@ def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, t
 
     Infinite if the cache cannot hold the longest.
     """
-    size = net.matrices * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
+    size = net.matrices(net.experts) * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
     per_token = 4.0 * net.layers * net.block.kv_heads * net.block.head_dim
     room = (gpu.memory * ROOM * tp - size) / per_token
     if room < prompt + responses.max() + STRIDE:
@@ -249,19 +237,12 @@ def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
     """Seconds of the sum after a row-parallel linear.
 
     A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes. Exact mode gathers the FP32 sums of all other
-    ranks, and reads them again to add them in rank order. (A one-shot sum reads them from the peers: the same bytes.)
+    ranks, ``tp`` times as many bytes, and reads them again to add them in rank order.
     """
     if tp == 1:
         return 0.0
-    size = 4 * elements * (tp - 1) / tp
-    if not gathers:
-        return LATENCY + size / gpu.link
-    return LATENCY + gathered(tp) * size / gpu.link + 4 * elements * tp / (gpu.peaks.bandwidth * 1e9)
-
-
-def gathered(tp: int) -> float:
-    """Bytes that a rank receives in a gather of FP32 sums, over those of a BF16 all-reduce."""
-    return float(tp)
+    moved = 4 * elements * (tp - 1) / tp * (tp if gathers else 1)
+    return LATENCY + moved / gpu.link + (4 * elements * tp / (gpu.peaks.bandwidth * 1e9) if gathers else 0.0)
 
 
 def _rest(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
@@ -298,7 +279,7 @@ def page() -> str:
     load = LOADS[0]
     bf16, fp8 = (rollout(NETS[0], way, load, H100, 1) for way in (WAYS[0], WAYS[2]))
     tables = {"steps": table(), "known": _known(), "parts": _parts()}
-    texts = {"gathered": f"{gathered(8):.0f}", "load": f"{load.samples} samples of {load.prompt}", "alone": f"{bf16 / fp8:.2f}"}
+    texts = {"load": f"{load.samples} samples of {load.prompt}", "alone": f"{bf16 / fp8:.2f}"}
     return filled(PAGE.read_text(), texts | {name: markdown(list(rows)) for name, rows in tables.items()})
 
 

@@ -142,10 +142,6 @@ def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, recipe_b: Any, out_
     return d
 
 
-def _multiprocessors(device: Any) -> int:
-    return SMS
-
-
 @contextlib.contextmanager
 def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
     """Run the body as on an H200 whose best backend is ``best``, "deep_gemm" or "triton".
@@ -162,7 +158,7 @@ def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
         stack.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = True  # launches without a CUDA device
         patch(JITFunction, "run", kernel)
-        patch(gemm_common, "_multiprocessors", _multiprocessors)
+        patch(gemm_common, "_multiprocessors", lambda device: SMS)
         checks = {"deep_gemm": (lambda: yes if best == "deep_gemm" else no), "triton": lambda: yes}
         stack.enter_context(mock.patch.dict(capability.CHECKS, checks))
         patch(deep_gemm, "find_deep_gemm", lambda: (DeepGemm(), "recorded"))

@@ -18,20 +18,20 @@ def test_the_page_is_what_the_script_computes():
 
 
 def test_parameters_are_those_of_the_models():
-    billions = {name: net.matrices / 1e9 for name, net in NETS.items()}
+    billions = {name: net.matrices(net.experts) / 1e9 for name, net in NETS.items()}
     assert billions == pytest.approx({"Qwen3-8B": 6.9, "Qwen3-32B": 31.0, "Llama-3.1-70B": 68.5, "Qwen3-30B-A3B": 29.9}, rel=0.02)
 
 
 def test_a_forward_pass_is_what_its_products_take():
     """With short sequences, almost all FLOPs are in the linears: two for each parameter and token."""
     net, lengths = NETS["Llama-3.1-70B"], np.full(100, 64)
-    products = 2 * lengths.sum() * net.matrices / (parts.H100.peaks.bf16 * 1e12)
+    products = 2 * lengths.sum() * net.matrices(net.experts) / (parts.H100.peaks.bf16 * 1e12)
     assert products < training_forward(net, WAYS["bf16"], lengths, parts.H100) < 1.25 * products
 
 
 def test_one_token_of_one_sequence_reads_every_weight_once():
     net = NETS["Qwen3-8B"]
-    size = 2 * (net.matrices + net.vocabulary * net.block.hidden)
+    size = 2 * (net.matrices(net.experts) + net.vocabulary * net.block.hidden)
     assert one_token(net, WAYS["bf16"], 1, 1, parts.H100, 1) == pytest.approx(size / (parts.H100.peaks.bandwidth * 1e9), rel=0.01)
 
 
