@@ -70,7 +70,8 @@ class DeepGemmBackend(GpuBackend):
         step, total = split_width(K, splits), None
         check_widths(self.name, K, N)
         for k in range(0, K, step):  # each range adds to the total of those before it, as the ranks' sums are added
-            total = self._rows(*x.columns(k, k + step), *w.columns(k, k + step), total)
+            (a, sa), (b, sb) = x.columns(k, k + step), w.columns(k, k + step)
+            total = self._rows(a, sa, b, sb, total)
         assert total is not None
         return total[: x.shape[0]].to(out_dtype)
 
