@@ -153,10 +153,7 @@ def step(net: Net, way: Way, load: Load, gpu: Gpu) -> Step:
     Raises:
         ValueError: the model leaves no room for a KV cache.
     """
-    gpus = 8 * net.nodes
-    lengths = load.responses() + load.prompt
-    forward = training_forward(net, way, lengths, gpu) / gpus
-    backward = training_backward(net, way, lengths, gpu) / gpus
+    forward, backward = (whole / (8 * net.nodes) for whole in training(net, way, load.responses() + load.prompt, gpu))
     seconds, tp = min((rollout(net, way, load, gpu, tp), tp) for tp in net.sizes(way.samples))
     if seconds == float("inf"):
         raise ValueError(f"{net.block.name} leaves no room for a KV cache. Give it more nodes.")
@@ -170,24 +167,17 @@ def rollout(net: Net, way: Way, load: Load, gpu: Gpu, tp: int) -> float:
     return max(decoding(net, way, load.responses()[i::replicas], load.prompt, gpu, tp) for i in range(min(replicas, 2)))
 
 
-def training_forward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
-    """GPU seconds of a forward pass over all sequences."""
-    tokens, peaks = float(lengths.sum()), gpu.peaks
-    peak = (peaks.fp8 if way.trains else peaks.bf16) * 1e12
-    found = 2 * tokens * net.matrices(net.active) / peak
-    if way.trains:
-        found += tokens * net.features("K") * QUANTIZED[0] / (peaks.bandwidth * 1e9)
-    return found + _rest(net, way, lengths, gpu)
-
-
-def training_backward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
-    """GPU seconds of DGrad, WGrad and the backward of everything else."""
-    tokens, peaks = float(lengths.sum()), gpu.peaks
-    dgrad, wgrad = (peaks.fp8, peaks.fp8_wgrad) if way.trains else (peaks.bf16, peaks.bf16)
-    found = 2 * tokens * net.matrices(net.active) * (1 / dgrad + 1 / wgrad) / 1e12
-    if way.trains:
-        found += tokens * net.features("N") * QUANTIZED[1] / (peaks.bandwidth * 1e9)
-    return found + 2.25 * _rest(net, way, lengths, gpu)
+def training(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> tuple[float, float]:
+    """GPU seconds of a forward pass over all sequences, and of its backward."""
+    tokens, peaks, block = float(lengths.sum()), gpu.peaks, net.block
+    flops, a_byte = 2 * tokens * net.matrices(net.active) / 1e12, tokens / (peaks.bandwidth * 1e9)
+    fprop, wgrad = (peaks.fp8, peaks.fp8_wgrad) if way.trains else (peaks.bf16, peaks.bf16)
+    pairs = 2 * float((lengths.astype(float) ** 2).sum()) * block.heads * block.head_dim * net.layers  # causal: half of 4 c^2 d
+    head = 2 * tokens * net.vocabulary * block.hidden
+    rest = (pairs / (ATTENTION * way.attention) + head) / (peaks.bf16 * 1e12)
+    rest += a_byte * net.layers * (ELEMENTWISE[0] * block.hidden + ELEMENTWISE[1] * net.active * block.intermediate)
+    read, written = (a_byte * net.features(side) * size * way.trains for side, size in zip("KN", QUANTIZED, strict=True))
+    return flops / fprop + read + rest, flops * (1 / fprop + 1 / wgrad) + written + 2.25 * rest
 
 
 def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, tp: int) -> float:
@@ -245,16 +235,6 @@ def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
     return LATENCY + moved / gpu.link + (4 * elements * tp / (gpu.peaks.bandwidth * 1e9) if gathers else 0.0)
 
 
-def _rest(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
-    """GPU seconds of attention, ``lm_head`` and elementwise operations in a forward pass."""
-    squares, tokens = float((lengths.astype(float) ** 2).sum()), float(lengths.sum())
-    products = 2 * squares * net.block.heads * net.block.head_dim * net.layers  # causal: half of 4 c^2 d
-    moved = net.layers * (ELEMENTWISE[0] * net.block.hidden + ELEMENTWISE[1] * net.active * net.block.intermediate)
-    attention = products / (ATTENTION * way.attention * gpu.peaks.bf16 * 1e12)
-    head = 2 * tokens * net.vocabulary * net.block.hidden / (gpu.peaks.bf16 * 1e12)
-    return attention + head + tokens * moved / (gpu.peaks.bandwidth * 1e9)
-
-
 def table() -> Iterator[Row]:
     """One row per model and length: seconds and shares of the BF16 step, and how many times faster each other mode is."""
     for net in NETS:
@@ -276,53 +256,40 @@ LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (81
 
 def page() -> str:
     """The text of ``docs/scaling.md``."""
-    load = LOADS[0]
-    bf16, fp8 = (rollout(NETS[0], way, load, H100, 1) for way in (WAYS[0], WAYS[2]))
-    tables = {"steps": table(), "known": _known(), "parts": _parts()}
-    texts = {"load": f"{load.samples} samples of {load.prompt}", "alone": f"{bf16 / fp8:.2f}"}
-    return filled(PAGE.read_text(), texts | {name: markdown(list(rows)) for name, rows in tables.items()})
+    bf16, _, linear, exact, _ = WAYS
+    peaks = H100.peaks
 
+    def gain(net: Net, phase: str) -> str:
+        return f"{getattr(step(net, bf16, LOADS[0], H100), phase) / getattr(step(net, linear, LOADS[0], H100), phase):.2f}"
 
-def _known() -> list[Row]:
-    figures = (
-        ("whole step, 8B, 8k, `linear`", _ratio(0, "whole"), "1.16"),
-        ("training, 8B, 8k, `linear`", _ratio(0, "update"), "up to 1.41"),
-        ("rollout, 32B, 8k", _ratio(1, "rollout"), "up to 1.33"),
+    known = (
+        ("whole step, 8B, 8k, `linear`", gain(NETS[0], "whole"), "1.16"),
+        ("training, 8B, 8k, `linear`", gain(NETS[0], "update"), "up to 1.41"),
+        ("rollout, 32B, 8k", gain(NETS[1], "rollout"), "up to 1.33"),
     )
-    paper = "[paper](https://arxiv.org/abs/2601.14243)"
-    return [{"what": what, "here": f"{here:.2f}", paper: theirs} for what, here, theirs in figures]
-
-
-def _parts() -> list[Row]:
-    gpu, peaks = H100, H100.peaks
-    exact = next(way for way in WAYS if way.name == "exact")
-    hidden, inner = ELEMENTWISE
-    rows = (
+    parts = (
         ("BF16 products, TFLOP/s", f"{peaks.bf16:.0f}", "cuBLAS on an H200, measured by others"),
         ("FP8 products: FProp and DGrad, WGrad", f"{peaks.fp8:.0f}, {peaks.fp8_wgrad:.0f}", "published kernels on Hopper"),
         ("memory, GB/s", f"{peaks.bandwidth:.0f}", "copies on an H200, measured by others, times 3.35 / 4.8"),
-        ("memory for weights and KV cache", f"{ROOM:.0%} of {gpu.memory / 1e9:.0f} GB", "assumed"),
+        ("memory for weights and KV cache", f"{ROOM:.0%} of {H100.memory / 1e9:.0f} GB", "assumed"),
         ("attention in training, share of the BF16 peak", ATTENTION, "estimated, for FlashAttention-3"),
         ("exact attention against it: training, decoding", f"{exact.attention}, {exact.decoding}", "estimated"),
         ("FP8 decoding, share of what bytes allow", DECODED, "estimated"),
-        ("quantization, bytes per element: input, gradient", ", ".join(map(str, QUANTIZED)), "counted"),
-        ("norms and activations, bytes per token and layer", f"{hidden} × hidden + {inner} × inner", "estimated"),
+        ("quantization, bytes per element: input, gradient", f"{QUANTIZED[0]}, {QUANTIZED[1]}", "counted"),
+        ("norms and activations, bytes per token and layer", "{} × hidden + {} × inner".format(*ELEMENTWISE), "estimated"),
         ("a sum over ranks, fixed cost in µs", f"{LATENCY * 1e6:.0f}", "estimated"),
     )
-    return [{"part": what, "value": value, "source": source} for what, value, source in rows]
-
-
-def _ratio(net: int, phase: str) -> float:
-    """BF16's time over that of ``linear`` at the shortest load."""
-    times = [getattr(step(NETS[net], way, LOADS[0], H100), phase) for way in (WAYS[0], WAYS[2])]
-    return float(times[0] / times[1])
-
-
-def main() -> None:
-    if asked_to_write(__doc__, PAGE):
-        PAGE.write_text(page())
-    print(markdown(list(table()), "How many times faster than BF16 (estimated)"))
+    alone = rollout(NETS[0], bf16, LOADS[0], H100, 1) / rollout(NETS[0], linear, LOADS[0], H100, 1)
+    paper = "[paper](https://arxiv.org/abs/2601.14243)"
+    texts = {
+        "load": f"{LOADS[0].samples} samples of {LOADS[0].prompt}", "alone": f"{alone:.2f}", "steps": markdown(list(table())),
+        "known": markdown([dict(zip(("what", "here", paper), row, strict=True)) for row in known]),
+        "parts": markdown([dict(zip(("part", "value", "source"), row, strict=True)) for row in parts]),
+    }  # fmt: skip
+    return filled(PAGE.read_text(), texts)
 
 
 if __name__ == "__main__":
-    main()
+    if asked_to_write(__doc__, PAGE):
+        PAGE.write_text(page())
+    print(markdown(list(table()), "How many times faster than BF16 (estimated)"))

@@ -60,9 +60,6 @@ MODELS = (
 )
 #: the smallest model of many examples: its parts and what they are fused to get tiles of different widths on one rank
 SMALL = Model("Qwen2.5-0.5B", hidden=896, intermediate=4864, heads=14, kv_heads=2, head_dim=64)
-#: numbers of rows: decode batches, and a trainer's batch
-DECODE = (1, 8, 64, 256)
-TRAIN = (2048, 16384)
 #: sizes of a rollout's tensor parallelism
 RANKS = (1, 2, 4, 8)
 #: tokens of Qwen3's vocabulary

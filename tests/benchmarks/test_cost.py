@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cost as parts
-from benchmarks.cost import PAGE, Load, one_token, page, rollout, step, sum_over_ranks, training_forward
+from benchmarks.cost import PAGE, Load, one_token, page, rollout, step, sum_over_ranks, training
 
 WAYS = {way.name: way for way in parts.WAYS}
 NETS = {net.block.name: net for net in parts.NETS}
@@ -26,7 +26,7 @@ def test_a_forward_pass_is_what_its_products_take():
     """With short sequences, almost all FLOPs are in the linears: two for each parameter and token."""
     net, lengths = NETS["Llama-3.1-70B"], np.full(100, 64)
     products = 2 * lengths.sum() * net.matrices(net.experts) / (parts.H100.peaks.bf16 * 1e12)
-    assert products < training_forward(net, WAYS["bf16"], lengths, parts.H100) < 1.25 * products
+    assert products < training(net, WAYS["bf16"], lengths, parts.H100)[0] < 1.25 * products
 
 
 def test_one_token_of_one_sequence_reads_every_weight_once():

@@ -7,14 +7,14 @@ Each set is measured in a process of its own, which also restricts torch to that
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -97,26 +97,18 @@ def products() -> Iterator[Row]:
         }
 
 
-def measured(isa: str) -> list[Row]:
-    """The rows of a process restricted to an instruction set."""
-    environ = os.environ | TORCH[isa] | {"JETRL_CPU_ISA": isa}
-    command = [sys.executable, "-m", "benchmarks", "--json"]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[Row] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def measured() -> list[Row]:
+    """The rows, on one thread."""
+    torch.set_num_threads(1)
+    return list(products())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     sets = [name for name in build.supported() if name != "portable"] or ["portable"]
     parser.add_argument("--isa", choices=build.supported(), action="append", default=[], help=f"by default {', '.join(sets)}")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
-    parser.add_argument("--json", action="store_true", help="measure in this process alone, and print JSON")
     args = parser.parse_args()
-    if args.json:
-        torch.set_num_threads(1)
-        print(json.dumps(list(products())))
-        return
     page = (
         f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
         "Process time, best of interleaved rounds, for each instruction set of this processor; torch is limited to the same "
@@ -124,7 +116,9 @@ def main() -> None:
         "caches. Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n"
     )
     for isa in args.isa or sets:
-        table = markdown(measured(isa), f"Products, GFLOP/s: {isa}")
+        restricted = mock.patch.dict(os.environ, TORCH[isa] | {"JETRL_CPU_ISA": isa})
+        with restricted, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            table = markdown(pool.submit(measured).result(), f"Products, GFLOP/s: {isa}")
         print(table)
         page += "\n" + table
     if args.write:
