@@ -80,6 +80,7 @@ class Way(NamedTuple):
         passes: forward passes for old log-probs before the update.
         attention, decoding: estimated speed of attention relative to BF16, in the trainer and in the rollout.
         gathers: whether the rollout's ranks exchange FP32 sums; vLLM otherwise adds in BF16.
+        cached: bytes of a value in the KV cache, with its share of a scale.
     """
 
     name: str
@@ -89,14 +90,18 @@ class Way(NamedTuple):
     attention: float = 1.0
     decoding: float = 1.0
     gathers: bool = False
+    cached: float = 2.0
 
 
+#: e4m3, and an FP32 scale for each head of 128 values
+FP8_CACHE = 1 + 4 / 128
 WAYS = (
     Way("bf16", False, False, 1),
     Way("fp8-rollout", False, True, 1),
     Way("linear", True, True, 1),
     Way("exact", True, True, 0, attention=0.5, decoding=0.85, gathers=True),
     Way("exact, with the pass", True, True, 1, attention=0.5, decoding=0.85, gathers=True),
+    Way("exact, FP8 KV cache", True, True, 0, attention=0.5, decoding=0.7, gathers=True, cached=FP8_CACHE),
 )
 
 #: speed of FlashAttention-3, as a share of the BF16 peak of GEMMs
@@ -186,7 +191,7 @@ def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, t
     Infinite if the cache cannot hold the longest.
     """
     size = net.matrices(net.experts) * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
-    per_token = 4.0 * net.layers * net.block.kv_heads * net.block.head_dim
+    per_token = 2 * way.cached * net.layers * net.block.kv_heads * net.block.head_dim
     room = (gpu.memory * ROOM * tp - size) / per_token
     if room < prompt + responses.max() + STRIDE:
         return float("inf")
@@ -217,7 +222,7 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) 
             linears += max(size / (peaks.bandwidth * 1e9), work / (peak * 1e12))
     if way.samples:
         linears /= DECODED
-    cache = context * 4 * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / way.decoding
+    cache = context * 2 * way.cached * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / way.decoding
     shared = 2 * sum_over_ranks(rows * net.block.hidden, way.gathers, gpu, tp)
     head = gemm_seconds(rows, net.vocabulary // tp, net.block.hidden, False, peaks.bf16, peaks.bandwidth)
     return net.layers * (linears + cache + shared) + head
@@ -256,7 +261,7 @@ LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (81
 
 def page() -> str:
     """The text of ``docs/scaling.md``."""
-    bf16, _, linear, exact, _ = WAYS
+    bf16, _, linear, exact, _, small = WAYS
     peaks = H100.peaks
 
     def gain(net: Net, phase: str) -> str:
@@ -274,6 +279,7 @@ def page() -> str:
         ("memory for weights and KV cache", f"{ROOM:.0%} of {H100.memory / 1e9:.0f} GB", "assumed"),
         ("attention in training, share of the BF16 peak", ATTENTION, "estimated, for FlashAttention-3"),
         ("exact attention against it: training, decoding", f"{exact.attention}, {exact.decoding}", "estimated"),
+        ("decoding from an FP8 KV cache, share of what its bytes allow", small.decoding, "estimated from instructions"),
         ("FP8 decoding, share of what bytes allow", DECODED, "estimated"),
         ("quantization, bytes per element: input, gradient", f"{QUANTIZED[0]}, {QUANTIZED[1]}", "counted"),
         ("norms and activations, bytes per token and layer", "{} × hidden + {} × inner".format(*ELEMENTWISE), "estimated"),
