@@ -24,11 +24,6 @@ from jetrl_patch.errors import ModelError, SyncError, explain
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.models.layers import is_quantized
 
-__all__ = [
-    "check_recipe", "is_te_linear", "is_te_tensor", "left_alone", "quantize_rows", "quantize_weight", "require_te_linears",
-    "take",
-]  # fmt: skip
-
 PACKAGE = "transformer_engine"
 #: its modules with GEMMs; Megatron's ``TEColumnParallelLinear`` and similar classes derive from them
 LINEARS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")

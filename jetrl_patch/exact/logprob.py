@@ -14,9 +14,6 @@ from torch.autograd.graph import increment_version
 from jetrl_patch.exact.dispatch import kernel_for, kernels_serve
 from jetrl_patch.native import ops
 
-__all__ = ["ROWS", "chunked_log_probs"]
-
-
 # ---- BF16 linear layers with independent rows: ``lm_head``, and layers kept out of FP8 -----------
 
 def _product(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -14,9 +14,6 @@ from jetrl_patch.exact import elementwise, ops
 from jetrl_patch.exact.elementwise import rope_parameters
 from jetrl_patch.models.families import FAMILIES, Family, covering
 
-__all__ = ["check_family"]
-
-
 # ---- Exact counterparts of Hugging Face modules, for the trainer, and for vLLM if it runs Hugging Face code
 # ``swap`` changes a module's class in place. The module keeps its parameters and name and is still an instance of its original
 # class.

@@ -20,8 +20,6 @@ from torch import Tensor
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact.dispatch import kernel_for
 
-__all__ = ["Sigmoid", "route"]
-
 #: these models add it to the sum of the chosen scores, which may all be zero
 _TINY = 1e-20
 #: the subject of its errors

@@ -25,11 +25,6 @@ from jetrl_patch.models.structure import PARTS, matrices_of, units
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = [
-    "Share", "attach_experts", "check_experts", "expert_matrices", "expert_modules", "expert_states", "experts_of",
-    "gather_in_fp8", "layers_of", "per_expert", "shapes_per_expert", "share_of", "stored_buffers", "whole_shape",
-]  # fmt: skip
-
 
 # ---- Convert the linear layers of a Hugging Face model to ``Fp8Linear``, in place ----------------
 

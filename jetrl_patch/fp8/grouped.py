@@ -17,11 +17,6 @@ from jetrl_patch.exact import ops
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, added
 from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
 
-__all__ = [
-    "Gradients", "Saved", "Stacks", "compare_experts", "grouped_backward", "require_expert_equality", "run_grouped",
-]  # fmt: skip
-
-
 # ---- What ``experts`` computes expert by expert, in a fixed number of launches -------------------
 # No count is read back to the host, so the stream never waits and CUDA graphs can hold it. All experts' bytes are in two tensors:
 #

@@ -18,9 +18,6 @@ from jetrl_patch.exact.modules import ExactLinear, swap
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, fprop
 from jetrl_patch.models.layers import in_tower, is_quantized
 
-__all__ = ["Fp8LoraLinear", "LowRank", "MergedLora", "Whole", "adopt", "merged_tensors", "merged_weight"]
-
-
 # ---- LoRA by its merged weight: a layer computes with W' = W + scaling * B A, quantized once, in every pass
 #     W'_NK = bf16( W + fl32( scaling * Σ_j B_j A_j ) )       j = 0 .. R-1 in this order, from BF16 values of W, A and B
 #

@@ -20,11 +20,6 @@ from jetrl_patch.exact.elementwise import silu_mul
 from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups, split_width
 from jetrl_patch.models.structure import Part
 
-__all__ = [
-    "WHOLE", "ExpertSplit", "Group", "PlainProducts", "Watch", "Watched", "added", "groups_of", "weighted_sums",
-]  # fmt: skip
-
-
 # ---- How a rollout splits the experts of a block over its ranks, and how the ranks' sums are added in exact mode
 #     columns   (tensor parallelism)   rank i holds columns i of each expert's intermediate size:
 #                                      part_i = sum over the chosen experts e of w_e * (h_e,i Wd_e,i^T)

@@ -14,9 +14,6 @@ from jetrl_patch.exact.elementwise import rms_norm_gradients, silu_mul_gradients
 from jetrl_patch.fp8.linear import Fp8State, set_quantized_gradient, set_quantized_input
 from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 
-__all__ = ["available", "fits", "multiplied", "normed", "rms_norm", "silu_mul"]
-
-
 # ---- The rollout: a producer passes bytes and scales to the next FP8 linear instead of a BF16 tensor
 # | operation                     | one launch reads                     | and writes                                  |
 # | the residual's sum, RMSNorm   | x, residual BF16 [M, K], w [K]       | the sum BF16 [M, K], q e4m3 [M, K], s [M, G] |

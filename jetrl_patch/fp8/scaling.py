@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.models.families import covering
 
-__all__ = [
-    "RECORD", "Group", "Observer", "Smoother", "check_record", "factors", "groups_of", "scale_once", "smoothed", "take_over",
-]  # fmt: skip
-
-
 # ---- Groups of a norm and the linears that read it. A factor can move between them without changing the function
 #     norm(x) = x̂ · g        W norm(x) = (W · f) (norm(x) / f)        with f a number, or one number per channel
 #

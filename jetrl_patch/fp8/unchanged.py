@@ -37,8 +37,6 @@ from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.fp8.convert import expert_states
 from jetrl_patch.fp8.linear import PROMISES, Fp8State, Promise
 
-__all__ = ["unchanged_weights", "written_weights"]
-
 _turns = itertools.count()
 #: the compared layers, each with the flag on the device that says whether it differed
 _compared: list[tuple[str, Tensor]] = []

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["GATE_UP", "QKV", "READERS", "SETTINGS", "WINDOW", "Family", "Mixture", "Part", "Setting", "width"]
-
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
 #: Megatron; VeOmni
 Part = Literal["exact", "scaling", "fused", "megatron", "veomni"]

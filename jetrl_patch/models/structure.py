@@ -12,12 +12,6 @@ from jetrl_patch.models.families import FAMILIES, family_of
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = [
-    "EXPERTS", "PARTS", "Part", "check_code", "check_device", "check_structure", "expert_sizes", "has_delta_nets",
-    "has_latent_attention", "is_vision_language", "matrices_of", "matrix_expert", "matrix_name", "matrix_number",
-    "require_attention", "unit_of", "units",
-]  # fmt: skip
-
 
 # ---- Layers that share one precision: the experts of a block, which one operation computes -------
 # Checkpoints, exclude patterns and the weight sync name an expert's matrices one by one:

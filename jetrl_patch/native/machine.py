@@ -16,12 +16,6 @@ from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.errors import VersionError, explain
 from jetrl_patch.patching.guards import check_version, is_installed
 
-__all__ = [
-    "check_compiler", "check_cuda", "check_framework", "check_hopper", "check_python", "check_torch", "count_gpus",
-    "installed_frameworks", "require_torch",
-]  # fmt: skip
-
-
 # ---- ``check_*() -> (ok, reason)`` ---------------------------------------------------------------
 # If ok, the reason is what was found, such as a version or a device name. If not, it is what is missing. Only ``check_torch`` and
 # the checks of hardware import torch.

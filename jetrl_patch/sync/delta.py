@@ -13,9 +13,6 @@ import torch
 from jetrl_patch.errors import SyncError, explain
 from jetrl_patch.sync.protocol import ALIGNMENT
 
-__all__ = ["Base", "NamedTensor", "Received", "Sent", "SyncStats", "apply", "encode", "held_by"]
-
-
 # ---- The bytes of a tensor that differ from an earlier version of it, packed into one uint8 tensor
 # Bytes are compared in chunks of 16 MiB, which bounds the memory for positions. Each chunk is one record:
 #
