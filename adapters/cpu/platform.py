@@ -90,11 +90,9 @@ def make_platform(base: type) -> type:
 # process.
 
 def make_engine(base: Any, timeout: float) -> Any:
-    """Return the engine's class.
+    """Return the engine's class, from the module ``verl.checkpoint_engine.base``.
 
-    Args:
-        base: the module ``verl.checkpoint_engine.base``.
-        timeout: seconds without progress after which a transfer fails.
+    A transfer fails after ``timeout`` seconds without progress.
     """
     wait = datetime.timedelta(seconds=timeout)
 

@@ -12,12 +12,9 @@ from typing import Any
 
 
 def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any] | str | None) -> Callable[[], None]:
-    """Make the ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``.
+    """Make the ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``, if there is one.
 
-    Args:
-        version: of ``jetrl_patch`` in the driver.
-        settings: the driver's, as ``JETRL_*`` variables.
-        then: the user's hook: a function, a dotted path, or None.
+    ``version`` and ``settings`` (``JETRL_*`` variables) are those of the driver.
     """
     expected = dict(settings)
 

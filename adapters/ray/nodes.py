@@ -33,9 +33,7 @@ Hook = Callable[[], Any] | str | None
 def merge_runtime_env(given: Mapping[str, Any] | None, config: Config) -> tuple[dict[str, Any], Hook]:
     """Return a copy of the user's ``runtime_env`` with the plugin's variables, and the user's hook, which the caller replaces.
 
-    Args:
-        given: a dict (``RuntimeEnv`` is one) or an OmegaConf container.
-
+    ``given`` is a dict (``RuntimeEnv`` is one) or an OmegaConf container.
     Raises ConflictError if a ``JETRL_*`` variable of the user contradicts ``config``; ConfigError for an unknown ``JETRL_*``
     variable, or a field that Ray does not allow together with a hook.
     """
@@ -147,12 +145,9 @@ class NodeStatus:
 
 
 def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list[NodeStatus]:
-    """Ask a worker on every live node of this connection for its status. A node that does not answer has an ``error``.
+    """Ask a worker on every live node of this connection for its status. A node silent for ``timeout`` seconds has an ``error``.
 
-    Args:
-        config: the settings that the workers should have; by default this process's.
-        timeout: seconds to wait for the slowest node.
-
+    ``config`` has the settings that the workers should have; by default this process's.
     Raises NotPatchedError if there is no connection, or no config and this process is not patched.
     """
     import ray
@@ -176,10 +171,7 @@ def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list
 def require_nodes(config: Config, installs: Mapping[str, Any]) -> list[NodeStatus]:
     """Check that all nodes are patched as this driver is, or raise and name those that are not.
 
-    Args:
-        config: the driver's settings.
-        installs: the job's runtime environment, which may take each node time to build.
-
+    ``installs`` is the job's runtime environment, which may take each node time to build.
     Raises NotPatchedError if the plugin is missing on a node, fails or does not answer; ConflictError if only versions or
     settings differ.
     """

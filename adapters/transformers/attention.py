@@ -108,16 +108,13 @@ _last = _LastLayout()
 
 
 def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> _Layout:
-    """Find the sequences of a padded or packed batch.
+    """Find the sequences of a padded or packed batch: the places of its tokens when flattened, and cu_seqlens int32 [R + 1].
+
+    If an upper bound on the number of sequences is set (``exact.attention``), the host does not wait for the device.
 
     Args:
         mask: [B, T], nonzero for tokens (padding on either side), or None.
         positions: [B or 1, T]; a sequence begins where they do not increase by one (packed batches). shape: (B, T).
-
-    If an upper bound on the number of sequences is set (``exact.attention``), the host does not wait for the device.
-
-    Returns:
-        The places in the flattened batch that hold tokens, and cu_seqlens int32 [R + 1] over these.
     """
     B, T = shape
     device = mask.device if mask is not None else positions.device if positions is not None else torch.device("cpu")
@@ -218,10 +215,7 @@ def share_sequences(model: Any, exchange: Exchange) -> None:
     """Make the attention of ``model`` see whole sequences when each rank of ``exchange`` holds a slice. In place.
 
     A vision tower is left alone, because each rank has whole images. A model in exact mode keeps its attention; ``packed_sdpa``
-    replaces ``sdpa`` and ``eager``.
-
-    Raises:
-        ModelError: the attention is another one, or is not in every layer. Nothing has changed.
+    replaces ``sdpa`` and ``eager``. Raises ModelError, before any change, for another attention, or one not in every layer.
     """
     config = model.config.get_text_config()
     chosen = config._attn_implementation

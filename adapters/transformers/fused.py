@@ -25,12 +25,7 @@ from jetrl_patch.models.families import covering
 # ---- Copies of transformers' functions, with other globals. Transformers itself is not changed ----
 
 def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | None = None) -> FunctionType:
-    """Copy a function, with a snapshot of its module's globals.
-
-    Args:
-        names: globals to replace or add.
-        code: runs instead of the function's own code.
-    """
+    """Copy a function and a snapshot of its globals, with ``names`` replaced or added. ``code`` runs instead of its own."""
     found = {**function.__globals__, **names}
     copy = FunctionType(code or function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__, copy.__annotations__, copy.__doc__ = function.__kwdefaults__, function.__annotations__, function.__doc__

@@ -133,10 +133,8 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
     """Score samples of an exact rollout with a series of trainers, from Hugging Face's unchanged model to the exact one.
 
     The first step is the unchanged BF16 model. Each further step makes one more op exact, in the order of ``OPS``, so the changes
-    add up to the first step's mismatch. ``alone`` is the mismatch of a trainer in which only that op is stock.
-
-    Args:
-        job: in exact mode, enabled in this process.
+    add up to the first step's mismatch. ``alone`` is the mismatch of a trainer in which only that op is stock. The ``job`` is in
+    exact mode, enabled in this process.
     """
     batches = micro_batches(samples)
     rollout = torch.tensor([value for s in samples for value in s.log_probs], dtype=torch.float32)
@@ -178,12 +176,10 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
 
 
 def _step(difference: Tensor, parts: Tensor, states: list[Tensor], exact: list[Tensor]) -> Step:
-    """Figures of one trainer.
+    """Figures of one trainer, from the ``difference`` [tokens] between its log-probs and the rollout's.
 
-    Args:
-        difference: its log-probs [tokens] minus the rollout's.
-        parts: [tokens], the part of the response that each token is in.
-        states, exact: its hidden states [T, H] after each block, and the exact trainer's.
+    ``parts`` [tokens] says which part of its response a token is in. ``states`` are the trainer's hidden states [T, H] after each
+    block, ``exact`` the exact trainer's.
     """
     apart = difference.abs()
     return Step(

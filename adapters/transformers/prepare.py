@@ -50,9 +50,7 @@ def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
 def check_registered(model: Any, device_type: str) -> None:
     """Check that a model's experts, if it has any, can become FP8 here.
 
-    Raises:
-        NotPatchedError: the implementation is not registered with transformers.
-        ModelError: as ``check_device``.
+    Raises NotPatchedError unless the implementation is registered with transformers, ModelError as ``check_device``.
     """
     if expert_modules(model):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -116,17 +114,12 @@ def widen_head(model: Any, config: Config) -> None:
 # ---- The precision guard: move FP8 layers of a running trainer to BF16, in place -----------------
 
 def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
-    """Move layers to BF16, as if ``exclude`` had named them. On an error, none of them has moved.
+    """Move layers (``Fp8Linear`` and modules of experts, by name) to BF16, as if ``exclude`` had named them.
 
     Parameters stay the same objects, so FSDP, ZeRO and the optimizer notice nothing. The layer keeps its FP8 state, which a fused
-    activation before it may still read.
-
-    Args:
-        layers: ``Fp8Linear`` by name, and modules of experts.
-        exact: whether they get the batch-invariant GEMM of exact mode, with its splits of K, instead of ``nn.Linear``'s.
-
-    Raises:
-        ModelError: a layer is neither, or FSDP2 gathers its weight in FP8, so it has no BF16 value.
+    activation before it may still read. With ``exact`` it gets the batch-invariant GEMM of exact mode, with its splits of K,
+    instead of ``nn.Linear``'s. Raises ModelError, before any change, for another layer, or one whose weight FSDP2 gathers in FP8
+    and so has no BF16 value.
     """
     for name, layer in layers.items():
         _check(name, layer)

@@ -79,9 +79,7 @@ def v1_old_log_prob(original: Any, self: Any, batch: Any, metrics: dict[str, Any
 def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: Any) -> None:
     """Compare log-probs [B, T], and keep the metrics over all batches since the last log line for the next one.
 
-    Args:
-        current: bool [B], True for samples made by the trainer's weights.
-
+    ``current`` is a bool [B], True for samples made by the trainer's weights.
     Raises AuditError in exact mode if a token of a current sample differs and ``on_mismatch="stop"``.
     """
     DRIVER.compared.add(trainer, rollout, mask, current)

@@ -231,12 +231,9 @@ def build_megatron_module(original: Any, self: Any) -> Any:
 def prepare_megatron(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
     """Check that the built model computes in the run's format, and return what the weight sync sends.
 
-    Args:
-        chunks: this rank's parts of the model; one, unless the pipeline is interleaved.
-
-    Raises:
-        ModelError: the settings did not reach Megatron, TransformerEngine runs another recipe, a transformer block has
-            other linear layers, or a 128-row block spans two of the rollout's layers.
+    ``chunks`` are this rank's parts of the model; one, unless the pipeline is interleaved. Raises ModelError if the settings did
+    not reach Megatron, TransformerEngine runs another recipe, a transformer block has other linear layers, or a 128-row block
+    spans two of the rollout's layers.
     """
     from jetrl_patch.backends.transformer_engine import check_recipe
 

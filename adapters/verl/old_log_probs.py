@@ -247,9 +247,8 @@ def _give_up() -> None:
 def take(reports: Sequence[dict[str, Any]]) -> tuple[Mismatch, dict[str, float], dict[str, float]] | None:
     """Merge what workers and trainer loop have compared since the last sync, and begin the next step.
 
-    Returns:
-        The mismatch, the correction's metrics and the audit's metrics; None if the step's old log-probs are not the rollout's,
-        or nothing was compared.
+    Returns the mismatch, the correction's metrics and the audit's metrics; None if the step's old log-probs are not the
+    rollout's, or nothing was compared.
     """
     DRIVER.fresh = True
     audit, DRIVER.audit = DRIVER.audit, None

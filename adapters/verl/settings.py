@@ -54,11 +54,7 @@ _SUPPORTED = (*TRAINERS, "verl.trainer.main_eval")
 
 
 def program_problem(target: str) -> JetrlError | None:
-    """Return the error for a program of verl that the plugin does not support in any precision.
-
-    Args:
-        target: dotted name of a module, or path of a script. Programs that are not verl's are never refused.
-    """
+    """Return the error for a program of verl (module or path) that the plugin supports in no precision; None for any other."""
     module = _module(target)
     if module in _SUPPORTED or not module.startswith(tuple(f"{package}." for package in _PROGRAMS)):
         return None

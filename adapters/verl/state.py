@@ -153,12 +153,7 @@ def of_tags(tags: Iterable[Mapping[str, Any]]) -> _Versions:
 
 
 def are_current(made: _Versions, unknown: bool) -> Tensor:
-    """Return a bool [B]: True for samples made only by the weights of the last sync.
-
-    Args:
-        made: first and last version of each of the B samples.
-        unknown: the answer for a sample without versions.
-    """
+    """Return a bool [B]: True for samples made only by the weights of the last sync, ``unknown`` for those without versions."""
     import torch
 
     now = DRIVER.version

@@ -7,6 +7,7 @@ watches the clock, and the sender watches the RPC that runs in the vLLM worker, 
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -69,11 +70,9 @@ def meet(worker: Any, sync: str) -> None:
 # ---- The trainer's end ----
 
 class Peer:
-    """The RPC that receives on the other side, and how long to wait without progress.
+    """The RPC that receives on the other side, and how many seconds to wait without progress.
 
-    Args:
-        call: a ``concurrent.futures.Future`` of the RPC, or None on ranks that did not start it.
-        timeout: seconds.
+    ``call`` is a ``concurrent.futures.Future`` of the RPC, or None on ranks that did not start it.
     """
 
     def __init__(self, call: Any, timeout: float) -> None:
@@ -205,12 +204,10 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
 
 def _remove_buffer(announced: Any) -> None:
     if isinstance(announced, dict):  # otherwise it is CUDA memory, which lives as long as its tensor
-        try:
+        with contextlib.suppress(FileNotFoundError):  # Python removes shared memory if a process attached to it dies
             memory = SharedMemory(announced["name"])
-        except FileNotFoundError:  # Python removes shared memory if a process attached to it dies
-            return
-        memory.unlink()
-        memory.close()
+            memory.close()
+            memory.unlink()
 
 
 async def ending_early(
@@ -219,11 +216,8 @@ async def ending_early(
     """Pass the stream on, and read it ahead while the sender waits for the worker. Asynchronous streams are not read ahead.
 
     If the stream raises (NaN in a weight, …), tell the receiver that nothing more follows, or it would wait until its timeout.
-
-    Args:
-        greeted: called before the stream is read, with the identity of the weights that the worker keeps.
-
-    Raises JetrlError: the error of the stream, as a SyncError if it is not one of the plugin's.
+    ``greeted`` is called before the stream is read, with the identity of the weights that the worker keeps.
+    Raises the error of the stream, as a SyncError if it is not a JetrlError.
     """
     try:
         if hasattr(weights, "__aiter__"):
@@ -279,8 +273,7 @@ class _Greeter:
 def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
     """Return a ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence.
 
-    Args:
-        held: identity of the weights of the last sync; the reply to the sender's first message.
+    Its reply to the sender's first message is ``held``, the identity of the weights of the last sync.
     """
     import zmq
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver

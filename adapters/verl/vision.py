@@ -76,11 +76,9 @@ def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
     """Return the position ids of a batch as a jagged tensor [B, R, j] whose jagged dimension is the tokens.
 
     Args:
-        values: int64 [R, sum of lengths], or [B * R, length] if all samples have one length: sample after sample.
+        values: int64 [R, sum of lengths], or [B * R, length] if all samples have one length: sample after sample. Raises
+            ValueError for any other shape.
         offsets: int64 [B + 1]: where each sample's tokens start in the batch, and where the last sample's end.
-
-    Raises:
-        ValueError: ``values`` has neither shape.
     """
     import torch
 

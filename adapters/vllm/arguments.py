@@ -66,12 +66,9 @@ _CAPTURE = frozenset({"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagrap
 
 
 class _Value(NamedTuple):
-    """An argument that is accepted with some values.
+    """An argument that is accepted with some values; ``required`` and ``fix`` are for the message about the others.
 
-    Attributes:
-        bad: (value, settings, tensor-parallel size of the rollout) -> whether the value is refused.
-        required: the accepted values, for the message.
-        fix: what to do about another value.
+    ``bad``: (value, settings, tensor-parallel size of the rollout) -> whether the value is refused.
     """
 
     bad: Callable[[Any, Config, int], bool]
@@ -125,10 +122,8 @@ def argument_problems(
 ) -> Iterator[JetrlError]:
     """Yield an error for each engine argument that the mode does not support. Without a quantized rollout nothing is refused.
 
-    Args:
-        given: the user's arguments for vLLM; None leaves vLLM's default.
-        rollout_tp: the tensor-parallel size that the framework itself sets.
-        name: argument -> the user's name for it.
+    ``given`` holds the user's arguments for vLLM (None leaves vLLM's default), ``rollout_tp`` is the tensor-parallel size that
+    the framework sets, and ``name`` returns the user's name for an argument.
     """
     if not config.quantized_rollout:
         return

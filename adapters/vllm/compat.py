@@ -70,10 +70,7 @@ def backends_per_kind(attention_config: Any) -> list[Any]:
 def routes_error(what: str = "enable_return_routed_experts with a quantized rollout") -> VersionError | None:
     """Return the error if this vLLM cannot return, on every device, the experts that the plugin's router chose; else None.
 
-    Does not import vLLM.
-
-    Args:
-        what: the user's name for the setting that needs them.
+    Does not import vLLM. ``what`` is the user's name for the setting that needs them.
     """
     found = installed_version("vllm")
     if found is None or Version(_ASKS.changed_in) <= Version(Version(found).base_version) < Version(_RETURNS.changed_in):

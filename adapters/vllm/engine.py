@@ -41,9 +41,7 @@ _HALF = ("float16", "half", "torch.float16")
 def set_arguments(args: EngineArgs, config: Config) -> None:
     """Write dtype, KV cache and head dtype into the engine's arguments.
 
-    Raises:
-        ConflictError: another KV cache or head dtype is set.
-        ConfigError: the device does not support an FP8 KV cache.
+    Raises ConflictError if another KV cache or head dtype is set, ConfigError if the device does not support an FP8 KV cache.
     """
     if config.mode.scales_loss and str(args.dtype) not in _HALF:
         words = "jetrl_patch: set dtype='float16' instead of %r, because precision='fp16' is FP16 on both sides"
@@ -77,9 +75,7 @@ def _conflict(what: str, asked: object, ours: str, name: str) -> ConflictError:
 def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
     """Check the configuration that vLLM has resolved.
 
-    Raises:
-        ConfigError: FP16 on one side only.
-        ModelError: the model or platform does not support the head dtype or the KV cache.
+    Raises ConfigError for FP16 on one side only, ModelError if model or platform do not support the head dtype or the KV cache.
     """
     model = vllm_config.model_config
     half = str(model.dtype) == "torch.float16"
@@ -160,8 +156,7 @@ def _present(problems: Mapping[str, bool]) -> list[str]:
 def choose_attention(args: EngineArgs) -> None:
     """Select the exact attention on CUDA, registered as CUSTOM. On a CPU it has replaced vLLM's only backend.
 
-    Raises:
-        ConflictError: another attention backend is set.
+    Raises ConflictError if another attention backend is set.
     """
     from vllm.config import AttentionConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -104,21 +104,15 @@ class Piece(NamedTuple):
 
 
 class QuantizedExpertsMethod(FusedMoEMethodBase):
-    """The experts of one block. In exact mode this also routes; otherwise vLLM's router does.
+    """The experts of one block, in BF16 unless ``quantized``. In exact mode this also routes; otherwise vLLM's router does.
 
-    Args:
-        quantized: whether the experts are FP8.
-
-    Attributes:
-        plain: the products of BF16 experts; None in FP8.
-
-    Raises:
-        ModelError: the trainer does not support the router, the activation or the split.
+    Raises ModelError if the trainer does not support the router, the activation or the split.
     """
 
     def __init__(self, config: Config, layer: RoutedExperts, prefix: str, quantized: bool = True) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
+        #: the products of BF16 experts; None in FP8
         self.plain = None if quantized else PlainProducts(config.exact)
         self.exact = config.exact
         self.format = format_of(config)

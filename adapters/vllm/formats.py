@@ -146,11 +146,8 @@ class LinearFormat(abc.ABC):
         """Choose the GEMM after a load. Raise ModelError before serving if the format's guarantee does not hold on this device.
 
         Otherwise the first product would choose. With dummy weights, which are never quantized, that would be inside a compiled
-        graph, where a backend cannot be imported.
-
-        Args:
-            layout: how this rank's weight is composed of the trainer's weights; None if it is one of them.
-            most: the largest number of rows in one step.
+        graph, where a backend cannot be imported. ``layout`` says how this rank's weight is composed of the trainer's weights
+        (None: it is one of them), ``most`` is the largest number of rows in one step.
         """
         self.backend(layer.weight.device)
 

@@ -43,9 +43,8 @@ def asks_for_graphs(args: EngineArgs, config: Config) -> bool:
 def capture_decoding(args: EngineArgs, config: Config) -> None:
     """Have vLLM capture whole decoding steps in CUDA graphs and compile nothing, because a compiler changes the rounding.
 
-    Raises:
-        ConflictError: ``decode_graphs=True`` and the engine's settings request compilation, or another way to capture. With
-            ``"auto"`` these settings are overridden, with a warning.
+    Settings that request compilation, or another way to capture, are overridden with a warning. With ``decode_graphs=True`` they
+    raise ConflictError.
     """
     settings = args.compilation_config
     if settings.mode not in (None, CompilationMode.NONE):
@@ -176,10 +175,7 @@ KEY = "jetrl_patch"
 def mark_settings(vllm_config: VllmConfig, config: Config, backend: str, attention: str) -> None:
     """Add every setting, and the worker's choices on its device, to what vLLM hashes.
 
-    Call it in the worker before its first step, which compiles.
-
-    Raises:
-        ConflictError: ``additional_config`` is not a dict, so nothing can be added to it.
+    Call it in the worker before its first step, which compiles. Raises ConflictError if ``additional_config`` is not a dict.
     """
     given: Any = vllm_config.additional_config
     if not isinstance(given, dict):

@@ -128,14 +128,10 @@ _GUARDED: Attached[list[str]] = Attached(
 
 
 def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
-    """Move FP8 linears and experts to BF16, as if ``exclude`` had named them. Their weights are uninitialized until loaded.
+    """Move FP8 linears and experts (Hugging Face names) to BF16. Their weights are uninitialized until loaded.
 
-    Args:
-        wanted: Hugging Face module names.
-
-    Raises:
-        AuditError: a name is not an FP8 layer here, or is only a part of a fused layer or of a block's experts. Nothing has
-            changed.
+    Raises AuditError, before any change, for a name that is no FP8 layer here, or only a part of a fused layer or of a block's
+    experts.
     """
     missing = set(wanted)
     changes: list[Callable[[], None]] = []  # each holds the memory that it needs
@@ -196,11 +192,7 @@ def _prepare(linear: RowParallelLinear | ColumnParallelLinear, method: Quantized
 # ---- The installer -------------------------------------------------------------------------------
 
 class VllmInstaller:
-    """Implements ``jetrl_patch.sync.receive.Installer`` for one worker's part of a vLLM model.
-
-    Args:
-        model: the built vLLM model (``model_runner.get_model()``).
-    """
+    """Implements ``jetrl_patch.sync.receive.Installer`` for one worker's part of a built vLLM model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

@@ -124,11 +124,7 @@ OPS: dict[str, type] = {
 # the same GEMM.
 
 class ExactHeadMethod(UnquantizedEmbeddingMethod):
-    """For ``lm_head``, and for the embedding if the two are tied.
-
-    Args:
-        fp32: whether logits stay unrounded (``head_dtype="float32"``).
-    """
+    """For ``lm_head``, and for the embedding if the two are tied. With ``fp32`` logits stay unrounded."""
 
     def __init__(self, fp32: bool = False) -> None:
         super().__init__()
@@ -257,11 +253,8 @@ def _whole(norm: RMSNorm) -> bool:
 def keep_equal(model: torch.nn.Module) -> list[str]:
     """Compare each kind of fused module with the two steps that it replaces, on this device, once per width.
 
-    If the bytes differ, all modules of that kind and width run in two steps again, with a warning: trainer and rollout would
-    disagree.
-
-    Returns:
-        The names of these modules.
+    If the bytes differ, trainer and rollout would disagree. So all modules of that kind and width run in two steps again, with a
+    warning. Returns their names.
     """
     kinds: dict[tuple[bool, int], dict[str, Any]] = {}
     for name, module in model.named_modules():

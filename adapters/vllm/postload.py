@@ -73,11 +73,7 @@ def absorb(model: nn.Module) -> None:
 
 
 def follow_norms(model: nn.Module, hf_config: Any) -> None:
-    """Give the norms inside latent attention the epsilon that transformers' code sets. vLLM uses ``rms_norm_eps``.
-
-    Args:
-        hf_config: the configuration of the language model.
-    """
+    """Give the norms inside latent attention the epsilon that transformers' code sets. vLLM uses ``rms_norm_eps``."""
     latent = [module for module in model.modules() if hasattr(module, "kv_a_layernorm")]
     if not latent:
         return

@@ -97,9 +97,7 @@ def require_attention(worker: Any) -> None:
 def try_ops(worker: Any, config: Config) -> None:
     """Choose the attention and the sum over ranks of a loaded worker, and test the ops on its GPU. Does nothing on a CPU.
 
-    Raises:
-        ConfigError: as ``exact.trial.choose_attention``.
-        ModelError: an op depends on its batch.
+    Raises ConfigError as ``exact.trial.choose_attention``, ModelError if an op depends on its batch.
     """
     if not current_platform.is_cpu():
         sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or trial.PAGE
@@ -116,11 +114,7 @@ def try_ops(worker: Any, config: Config) -> None:
 
 @torch.inference_mode()
 def warm_up(model: torch.nn.Module, most: int) -> int:
-    """Multiply by one weight of each shape, for batches up to ``most`` rows, and log the progress.
-
-    Returns:
-        Number of products; 0 if the backend compiles nothing.
-    """
+    """Multiply by one weight of each shape, for batches up to ``most`` rows, and log the progress. Returns how many products."""
     kinds: dict[tuple[Any, ...], Any] = {}
     for layer, method in quantized_modules(model):
         partial = isinstance(layer, ExactRowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
