@@ -42,28 +42,25 @@ class CpuAdapter(Adapter):
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Return the registrations of verl's platform and checkpoint engine, and the hook on OpenRLHF's ``torch.cuda`` calls."""
-        found: list[OnImport] = []
         if not cpu.is_cpu_run(config):
-            return found
-        if is_installed("verl"):
-            found += [
-                OnImport(
-                    "verl.checkpoint_engine", "gloo checkpoint engine",
-                    functools.partial(_register_engine, timeout=config.sync_timeout),
-                    reason="verl sends weights to separate rollout processes by its NCCL checkpoint engine, which needs a GPU",
-                    remove_when=_ENGINE_BY_VERL,
-                    upstream=verl.NO_CPU,
-                ),
-                OnImport(
-                    "verl.plugin.platform.platform_manager", "cpu", _register,
-                    reason="verl has no CPU platform; this registers one in its PlatformRegistry",
-                    remove_when=_PLATFORM_BY_VERL,
-                    upstream=verl.NO_CPU,
-                ),
-            ]  # fmt: skip
-        if is_installed("openrlhf"):
-            found += openrlhf.HOOKS
-        return found
+            return ()
+        for_verl = (
+            OnImport(
+                "verl.checkpoint_engine", "gloo checkpoint engine",
+                functools.partial(_register_engine, timeout=config.sync_timeout),
+                reason="verl sends weights to separate rollout processes by its NCCL checkpoint engine, which needs a GPU",
+                remove_when=_ENGINE_BY_VERL,
+                upstream=verl.NO_CPU,
+            ),
+            OnImport(
+                "verl.plugin.platform.platform_manager", "cpu", _register,
+                reason="verl has no CPU platform; this registers one in its PlatformRegistry",
+                remove_when=_PLATFORM_BY_VERL,
+                upstream=verl.NO_CPU,
+            ),
+        )  # fmt: skip
+        parts = {"verl": for_verl, "openrlhf": openrlhf.HOOKS}
+        return tuple(hook for name, hooks in parts.items() if is_installed(name) for hook in hooks)
 
     def services(self) -> Services:
         """Offer the detection of CPU runs."""

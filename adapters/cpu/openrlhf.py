@@ -238,31 +238,26 @@ FOR_OPENRLHF = (
     ),
     CpuPatch(
         _STRATEGY, "get_train_ds_config", _ds_config, fixes="openrlhf",
-        reason="OpenRLHF picks DeepSpeed's FusedAdam, which needs a compiler on a CPU, and pinned memory, which needs an "
-        "accelerator",
-        remove_when="OpenRLHF's get_train_ds_config sets torch_adam and no pin_memory without an accelerator, or DeepSpeed "
-        "falls back to both itself",
+        reason="OpenRLHF picks DeepSpeed's FusedAdam, which on a CPU needs a compiler, and pinned memory, which CPUs lack",
+        remove_when="OpenRLHF's get_train_ds_config, or DeepSpeed, uses torch_adam and no pin_memory without an accelerator",
     ),
     CpuPatch(
         _STRATEGY, "get_eval_ds_config", _ds_config, fixes="openrlhf",
         reason="OpenRLHF asks DeepSpeed to pin memory, which fails without an accelerator",
-        remove_when="OpenRLHF's get_eval_ds_config sets pin_memory only with an accelerator, or DeepSpeed ignores it without "
-        "one",
+        remove_when="OpenRLHF's get_eval_ds_config pins memory only with an accelerator, or DeepSpeed ignores it without one",
     ),
     CpuPatch(
         _STRATEGY, "DeepspeedStrategy.moving_average", _moving_average, fixes="openrlhf",
         reason="OpenRLHF computes the EMA on 'cuda', which fails on a CPU",
         remove_when="OpenRLHF's ActorPPOTrainer passes the parameters' device to moving_average",
     ),
-    CpuPatch(
-        "openrlhf.utils.distributed_util", "stateless_init_process_group", _group, fixes="openrlhf",
-        reason="OpenRLHF's weight sync group uses NCCL, which fails on a CPU",
-        remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
-    ),
-    CpuPatch(
-        "openrlhf.trainer.ray.ppo_actor", "stateless_init_process_group", _group, fixes="openrlhf",
-        reason="the trainer imports the same NCCL group by name",
-        remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
+    *(
+        CpuPatch(
+            module, "stateless_init_process_group", _group, fixes="openrlhf",
+            reason="OpenRLHF's weight sync group uses NCCL, which fails on a CPU; the trainer imports it by name",
+            remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
+        )
+        for module in ("openrlhf.utils.distributed_util", "openrlhf.trainer.ray.ppo_actor")
     ),
     CpuPatch(
         "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", _update_weight, fixes="openrlhf",
@@ -288,8 +283,7 @@ FOR_OPENRLHF = (
     CpuPatch(
         "vllm.engine.arg_utils", "EngineArgs.create_engine_config", _executor, fixes="openrlhf",
         reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM does not support on CPUs",
-        remove_when="vLLM's CpuPlatform accepts distributed_executor_backend='ray', or OpenRLHF lets the user choose the "
-        "executor",
+        remove_when="vLLM's CpuPlatform accepts distributed_executor_backend='ray', or OpenRLHF lets users choose the executor",
     ),
     CpuPatch(
         "ray", "init", _ray_init, fixes="openrlhf",

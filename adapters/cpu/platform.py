@@ -181,9 +181,6 @@ def make_engine(base: Any, timeout: float) -> Any:
                 await self._broadcast(bucket)
 
         async def _broadcast(self, tensor: torch.Tensor) -> None:
-            def run() -> None:
-                self.group.broadcast([tensor]).wait()
-
-            await asyncio.get_running_loop().run_in_executor(None, run)
+            await asyncio.to_thread(lambda: self.group.broadcast([tensor]).wait())
 
     return GlooCheckpointEngine

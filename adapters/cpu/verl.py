@@ -14,8 +14,7 @@ from jetrl_patch.patching.patch import replacement
 def cpu_overrides(processes: int = 1) -> list[str]:
     """Return the overrides for ``python -m verl.trainer.main_ppo``.
 
-    Args:
-        processes: number of training processes and of Ray's logical GPUs, and the largest tensor-parallel size of vLLM.
+    ``processes`` is the number of training processes and of Ray's logical GPUs, and vLLM's largest tensor-parallel size.
     """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     return [
@@ -101,9 +100,7 @@ def _receive_weights(original: Any, self: Any, on_bucket_received: Callable[...,
 
 
 @replacement
-def _load_valuehead_model(
-    original: Any, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool
-) -> Any:
+def _load_valuehead_model(original: Any, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForTokenClassification
 
     settings = {"torch_dtype": torch_dtype, "config": model_config, "trust_remote_code": trust_remote_code}
@@ -131,13 +128,11 @@ FOR_TORCH = (
         _check_sync_module_states, fixes="torch",
         reason="FSDP1 rejects sync_module_states with CPU parameters, although gloo can broadcast them",
         upstream="https://github.com/pytorch/pytorch/pull/83663",
-        remove_when="torch's _check_module_states_for_sync_module_states accepts CPU parameters if the process group has a CPU "
-        "backend",
+        remove_when="torch's _check_module_states_for_sync_module_states accepts CPU parameters if the group has a CPU backend",
     ),
     CpuPatch(
         "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__", _fsdp1_init, fixes="torch",
-        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; on a CPU there is nothing "
-        "to offload",
+        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator and on a CPU is no offload",
         remove_when="torch's FSDP1 calls pin_memory only if there is an accelerator",
     ),
 )
@@ -167,7 +162,6 @@ FOR_VERL = (
         _receive_weights, fixes="verl",
         reason="on a CPU, verl's received weights stay views of the shared memory, whose close() then raises BufferError and "
         "leaves the sender waiting",
-        remove_when="verl's BucketedWeightReceiver.receive_weights clones tensors from the bucket, or drops its views before "
-        "it closes the memory",
+        remove_when="verl's BucketedWeightReceiver.receive_weights clones tensors, or drops views before it closes the memory",
     ),
 )

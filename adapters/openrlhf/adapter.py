@@ -105,17 +105,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="OpenRLHF sends a BF16 weight per remote call, quantized again later; this sends buckets of FP8 bytes and scales",
         remove_when="OpenRLHF's ActorPPOTrainer.broadcast_to_vllm sends FP8 bytes with scales, several tensors per remote call",
     ),
-    Patch(
-        "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", transport.update_weight,
-        always="a patched trainer's order is an error in an unpatched engine",
-        reason="OpenRLHF's vLLM worker loads only BF16 weights and does not check what arrived",
-        remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
-    ),
-    Patch(
-        "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight_cuda_ipc", transport.update_weight_cuda_ipc,
-        always="a patched trainer's order is an error in an unpatched engine",
-        reason="OpenRLHF's colocated vLLM worker loads only BF16 weights and does not check what arrived",
-        remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
+    *(
+        Patch(
+            "openrlhf.trainer.ray.vllm_worker_wrap", f"WorkerWrap.{name}", make,
+            always="a patched trainer's order is an error in an unpatched engine",
+            reason="OpenRLHF's vLLM worker, colocated or not, loads only BF16 weights and does not check what arrived",
+            remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
+        )
+        for name, make in (
+            ("update_weight", transport.update_weight), ("update_weight_cuda_ipc", transport.update_weight_cuda_ipc)
+        )
     ),
     *(
         Patch(
@@ -153,8 +152,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "openrlhf.models.actor", "compute_entropy", logprob.compute_entropy,
         when=lambda config: config.same_log_probs,
-        reason="the patched log_probs_from_logits applies the temperature itself, so OpenRLHF's entropy would get logits "
-        "without it",
+        reason="the patched log_probs_from_logits applies the temperature, so OpenRLHF's entropy would get logits without it",
         remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(

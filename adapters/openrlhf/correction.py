@@ -102,13 +102,11 @@ def policy_loss(
     With the level off, OpenRLHF's loss of a token is homogeneous in its advantage (with clip and dual clip), so
     w·loss(A) = loss(w·A) for every w ≥ 0. Everything else stays OpenRLHF's.
     """
-    config = session.active_config() if session.is_active() else None
-    if config is None or not is_ours(config):
-        return original(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes)
     import torch
 
     from jetrl_patch.measure.corrections import correct
 
+    config = session.active_config()
     log_ratio = (old_log_probs - rollout_log_probs).detach()
     mask = torch.ones_like(log_ratio) if action_mask is None else action_mask
     found = correct(config.correction, log_ratio, mask, config.correction_bounds)

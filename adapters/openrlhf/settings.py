@@ -205,8 +205,7 @@ def check(args: Any, config: Config) -> None:
 def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     """Yield a ConfigError, ConflictError or ModelError for each argument that the mode does not support.
 
-    Args:
-        args: OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
+    ``args`` is OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
     """
     if _get(args, "vllm") is None or _get(args, "rollout") is None:
         yield _without_rollout("OpenRLHF")

@@ -150,15 +150,9 @@ def audit(trainer: Any) -> list[dict[str, Any]]:
     logger = init_logger(__name__)
     for report in reports:
         check_report(report, config)
-        logger.info(
-            "jetrl_patch: %s pid %s on %s: %s, %d FP8 layers, %d patches applied",
-            report["role"],
-            report["pid"],
-            report["node"],
-            config.precision,
-            report["layers"],
-            sum(state == "applied" for _, state in report["patches"]),
-        )
+        words = "jetrl_patch: %s pid %s on %s: %s, %d FP8 layers, %d patches applied"
+        applied = sum(state == "applied" for _, state in report["patches"])
+        logger.info(words, report["role"], report["pid"], report["node"], config.precision, report["layers"], applied)
     return reports
 
 

@@ -107,7 +107,10 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
         _compare(answers, config)
         held = held_by(answers)
     if source.base is not None and sends:
-        source.base.offer(_from_lead(held) if trainer.use_cuda_ipc else held)
+        told = [held]
+        if trainer.use_cuda_ipc:  # all ranks send, so all must use the same base
+            dist.broadcast_object_list(told, src=0)
+        source.base.offer(told[0])
     if sends:
         wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else _group_wire(trainer, orders)
         device = next(model.parameters()).device
@@ -147,9 +150,8 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
     if isinstance(item, dict):
         WORKER.followers.to_bf16(item["to_bf16"])
     status = session.status()
-    of_sync: dict[str, Any] = {}
-    if item == "sync":
-        of_sync = {**(WORKER.report or {}), "lines": WORKER.lines}
+    of_sync = {**(WORKER.report or {}), "lines": WORKER.lines} if item == "sync" else {}
+    if of_sync:
         WORKER.report, WORKER.lines = None, []
     return {
         "pid": os.getpid(),
@@ -177,15 +179,6 @@ def _compare(answers: list[Any], config: Config) -> None:
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
                 "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
             )
-
-
-def _from_lead(held: str) -> str:
-    """Return rank 0's value, because all ranks that send must use the same base."""
-    import torch.distributed as dist
-
-    told = [held]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
 
 
 def _group_wire(trainer: Any, orders: Orders) -> GroupWire:

@@ -64,17 +64,12 @@ def never_samples(original: Any, self: Any, prompt: Any, sampling_params: Any, *
 async def forget_images(original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
     """Wrap ``AsyncLLM.collective_rpc``: after a weight sync, vLLM drops cached image features."""
     result = await original(self, method, timeout, args, kwargs)
-    if _ends_sync(method, args) and is_vision_language(self.model_config.hf_config):
-        await self.reset_encoder_cache()
+    if method in ("update_weight", "update_weight_cuda_ipc") and args and is_vision_language(self.model_config.hf_config):
+        order = decode(args[0])
+        ends = args[-1] if order is None else order["op"] == "end"  # the last call of OpenRLHF's own sync empties the cache
+        if ends:
+            await self.reset_encoder_cache()
     return result
-
-
-def _ends_sync(method: Any, args: Any) -> bool:
-    """Whether this call ends a weight sync: the plugin's, or OpenRLHF's own, whose last call asks to empty the cache."""
-    if method not in ("update_weight", "update_weight_cuda_ipc") or not args:
-        return False
-    order = decode(args[0])
-    return bool(args[-1]) if order is None else order["op"] == "end"
 
 
 def synced(actor: Any) -> list[Any]:
@@ -96,8 +91,7 @@ VISION: tuple[Patch, ...] = (
     ),
     Patch(
         "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", forget_images,
-        reason="after a weight sync vLLM reuses cached image features from the old weights, because OpenRLHF resets only the "
-        "prefix cache",
+        reason="after a sync vLLM reuses cached image features of the old weights, because OpenRLHF resets only the prefix cache",
         upstream="https://github.com/vllm-project/vllm/issues/44910",
         remove_when="OpenRLHF calls AsyncLLM.reset_encoder_cache after a weight sync, or vLLM does so itself (vllm#48762)",
         fixes="openrlhf",

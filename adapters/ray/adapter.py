@@ -104,8 +104,7 @@ INIT = Patch(
     "ray", "init", init,
     reason="without it a job's workers stay unpatched and the driver does not notice. Ray Client (ray://) and a connection "
     "made before enable() are rejected",
-    remove_when="Ray's workers load an entry-point group at start-up, without a worker_process_setup_hook in the job's "
-    "runtime_env",
+    remove_when="Ray's workers load an entry-point group at start-up, without a worker_process_setup_hook in the runtime_env",
 )
 
 

@@ -35,8 +35,7 @@ PACKED_ROWS = Patch(
     "transformers.masking_utils", "find_packed_sequence_indices", find_packed_sequence_indices,
     when=lambda config: config.exact,
     reason="transformers checks on the GPU whether a row is packed, so the host waits for the GPU in every forward pass",
-    remove_when="transformers' find_packed_sequence_indices takes a flag from the caller instead of calling .all() on the "
-    "device",
+    remove_when="transformers' find_packed_sequence_indices takes a flag from its caller instead of calling .all() on the device",
 )  # fmt: skip
 
 
@@ -60,8 +59,7 @@ class TransformersAdapter(Adapter):
         """Register sequence-parallel attention in every mode, and exact attention and FP8 experts in modes that have them."""
         experts = OnImport(
             "transformers.integrations.moe", "ExpertsInterface", _register_experts,
-            reason="without it the trainer's experts stay in BF16 while the rollout's are FP8; registered through "
-            "ExpertsInterface",
+            reason="without it only the rollout's experts are FP8, and the trainer's BF16; registered through ExpertsInterface",
         )  # fmt: skip
         return (
             *((experts,) if config.fp8_train else ()),

@@ -245,12 +245,9 @@ def _behavior(kind: type) -> type | None:
     """The behavior of a class of attention for ``swap``; None for no change."""
     forward: Any = kind.__dict__.get("forward")
     calls = isinstance(forward, FunctionType) and _FUNCTION in forward.__code__.co_names
-    return _rotating(forward) if calls and _is_common(forward.__globals__.get(_FUNCTION)) else None
-
-
-def _rotating(forward: Any) -> type:
-    """A behavior with this forward, which rotates in one kernel if the kernel supports the input."""
-    own = forward.__globals__[_FUNCTION]
+    own: Any = forward.__globals__.get(_FUNCTION) if calls else None
+    if own is None or not _is_common(own):
+        return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         found = None if more or named else rotate_pair(q, k, cos, sin)

@@ -47,18 +47,6 @@ def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     return experts_forward(hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index, own)
 
 
-def check_registered(model: Any, device_type: str) -> None:
-    """Check that a model's experts, if it has any, can become FP8 here.
-
-    Raises NotPatchedError unless the implementation is registered with transformers, ModelError as ``check_device``.
-    """
-    if expert_modules(model):
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-        _require_registered(ALL_EXPERTS_FUNCTIONS.valid_keys(), EXPERTS, "experts implementation")
-        check_device(model.config, device_type)
-
-
 def _require_registered(registered: Collection[str], name: str, what: str) -> None:
     if name not in registered:
         raise NotPatchedError(
@@ -122,7 +110,15 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
     and so has no BF16 value.
     """
     for name, layer in layers.items():
-        _check(name, layer)
+        if experts_of(layer) is not None:
+            continue
+        if type(layer) not in (Fp8Linear, Fp8LoraLinear):
+            raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
+        weight = getattr(layer.weight, "_local_tensor", layer.weight)
+        if isinstance(weight, (Fp8Shard, Fp8Gathered)):
+            required, found = "a weight that FSDP2 gathers in BF16", "one that FSDP2 gathers as FP8 bytes"
+            fix = "turn fp8_all_gather off, or leave guard_sqnr unset"
+            raise ModelError(explain(f"taking {name} out of FP8", required=required, found=found, fix=fix))
     for layer in layers.values():
         experts = experts_of(layer)
         if experts is not None:
@@ -133,18 +129,6 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
         if exact:
             modules.swap(layer, modules.ExactLinear)
             layer.jetrl_splits = splits
-
-
-def _check(name: str, layer: Any) -> None:
-    if experts_of(layer) is not None:
-        return
-    if type(layer) not in (Fp8Linear, Fp8LoraLinear):
-        raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
-    weight = getattr(layer.weight, "_local_tensor", layer.weight)
-    if isinstance(weight, (Fp8Shard, Fp8Gathered)):
-        required, found = "a weight that FSDP2 gathers in BF16", "one that FSDP2 gathers as FP8 bytes"
-        fix = "turn fp8_all_gather off, or leave guard_sqnr unset"
-        raise ModelError(explain(f"taking {name} out of FP8", required=required, found=found, fix=fix))
 
 
 # ---- Convert a model -----------------------------------------------------------------------------
@@ -172,13 +156,16 @@ def prepare_model(
     Raises:
         ModelError: the model cannot be converted.
         ConfigError: this machine lacks the backend or the exact ops.
-        NotPatchedError: the exact attention is not registered with transformers.
+        NotPatchedError: the exact attention, or the implementation of experts, is not registered with transformers.
     """
     if config.fp32_head:
         check_head(model)
     names, cut = split_layers(model, config, rollout_tp, rollout_ep) if config.quantized_rollout else ([], [])
-    if config.fp8_train:
-        check_registered(model, device_type)
+    if config.fp8_train and expert_modules(model):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        _require_registered(ALL_EXPERTS_FUNCTIONS.valid_keys(), EXPERTS, "experts implementation")
+        check_device(model.config, device_type)
     if cut:
         note_cut(cut, rollout_tp)
     if not config.fp8_train:
@@ -188,7 +175,10 @@ def prepare_model(
     if config.exact:
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
-        choose_attention(config.resolved_attention, *_heads(model.config), torch.device(device_type))
+        heads = model.config.num_attention_heads
+        shared = getattr(model.config, "num_key_value_heads", None) or heads
+        width = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
+        choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16
@@ -204,13 +194,6 @@ def prepare_model(
     add_in_norms(model, backend, device_type)
     rotate_together(model, backend, device_type)
     return names
-
-
-def _heads(config: Any) -> tuple[tuple[int, int], int]:
-    """Return the numbers of query heads and of key/value heads, and their width."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return (heads, getattr(config, "num_key_value_heads", None) or heads), width
 
 
 def note_cut(layers: list[str], tp: int) -> None:

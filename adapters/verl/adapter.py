@@ -210,8 +210,7 @@ PATCHES: tuple[Patch, ...] = (
         _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
         when=lambda config: config.exact,
         reason="the model does not learn how many sequences a packed row has, so exact attention would stall the GPU to count",
-        remove_when="verl's FSDPEngineWithLMHead.prepare_model_inputs passes the model the number of sequences, or their "
-        "boundaries as a CPU tensor",
+        remove_when="verl's prepare_model_inputs passes the model the number of sequences, or their boundaries as a CPU tensor",
     ),
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", logprob.prepare_model_outputs,
@@ -295,8 +294,7 @@ MEGATRON: tuple[Patch, ...] = (
     Patch(
         _MEGATRON, "MegatronEngine.get_per_tensor_param", sync.get_per_tensor_param,
         reason="verl sends BF16 weights, which the rollout quantizes again; this sends TransformerEngine's FP8 bytes and scales",
-        remove_when="verl's MegatronEngine.get_per_tensor_param yields the FP8 bytes and scales that TransformerEngine "
-        "computes with (verl#6045)",
+        remove_when="verl's MegatronEngine.get_per_tensor_param yields TransformerEngine's FP8 bytes and scales (verl#6045)",
         upstream="https://github.com/verl-project/verl/pull/6045",
     ),
 )
@@ -305,8 +303,7 @@ MEGATRON: tuple[Patch, ...] = (
 VEOMNI: tuple[Patch, ...] = (
     Patch(
         _VEOMNI, "VeOmniEngine._build_model_optimizer", model.build_model_optimizer,
-        reason="build_parallelize_model does not get the engine, whose settings decide how to convert the model. Value models "
-        "are not converted",
+        reason="build_parallelize_model does not get the engine, whose settings it needs here. Value models are not converted",
         remove_when=_VEOMNI_CALLS,
     ),
     Patch(

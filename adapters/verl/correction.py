@@ -214,7 +214,11 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting of verl that contradicts the plugin's correction."""
     section, loss = _section(verl_config), str(selector(verl_config)(f"{POLICY_LOSS}.loss_mode") or "vanilla")
     if is_bypassed(verl_config):
-        yield from _bypass_problems(section, loss, config)
+        path = f"{CORRECTION}.bypass_mode"
+        if loss not in ("vanilla", "bypass_mode"):
+            yield _wrong(path, config, "loss_mode=vanilla, because verl's bypass mode has its own losses", repr(loss))
+        if config.correction in _WEIGHTS and section.get("loss_type", "ppo_clip") != "reinforce":
+            yield _wrong(path, config, "loss_type=reinforce, because ppo_clip applies no weights there", "ppo_clip")
     if config.correction == "none":
         return
     if (section.get("rollout_is") or section.get("rollout_rs")) and not _same(section, config):
@@ -231,15 +235,6 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     estimator = str(selector(verl_config)("algorithm.adv_estimator"))
     if config.acr and estimator in _READ_WEIGHTS:
         yield _wrong("algorithm.adv_estimator", config, "an estimator that does not read truncated weights", repr(estimator))
-
-
-def _bypass_problems(section: Mapping[str, Any], loss: str, config: Config) -> Iterator[JetrlError]:
-    path = f"{CORRECTION}.bypass_mode"
-    if loss not in ("vanilla", "bypass_mode"):
-        yield _wrong(path, config, "loss_mode=vanilla, because verl's bypass mode has its own losses", repr(loss))
-    weighs = config.correction in _WEIGHTS
-    if weighs and section.get("loss_type", "ppo_clip") != "reinforce":
-        yield _wrong(path, config, "loss_type=reinforce, because ppo_clip applies no weights there", "ppo_clip")
 
 
 def _wrong(path: str, config: Config, required: str, found: str) -> ConfigError:

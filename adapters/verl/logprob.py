@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -136,23 +137,20 @@ def banned_columns(logits: Any, vocabulary: int | None, banned: list[int]) -> An
 
     verl masks the same tokens in vLLM (``monkey_patch_compute_logits``).
     """
-    import torch
-
     width = logits.shape[-1]
     tail = width if vocabulary is None else min(vocabulary, width)
-    if tail == width and not banned:
-        return None
-    key = (width, tail, tuple(banned), logits.device)
-    if key not in _columns:
-        out = torch.zeros(width, dtype=torch.bool)
-        out[tail:] = True
-        out[banned] = True
-        _columns[key] = out.to(logits.device)
-    return _columns[key]
+    return _mask(width, tail, tuple(banned), logits.device) if banned or tail < width else None
 
 
-#: cached masks on their device: copying one at each micro-batch would make the host wait
-_columns: dict[Any, Any] = {}
+@functools.cache
+def _mask(width: int, tail: int, banned: tuple[int, ...], device: Any) -> Any:
+    """A mask on its device. Copying it at each micro-batch would make the host wait."""
+    import torch
+
+    out = torch.zeros(width, dtype=torch.bool)
+    out[tail:] = True
+    out[list(banned)] = True
+    return out.to(device)
 
 
 def ban(logits: Any, outside: Any) -> Any:

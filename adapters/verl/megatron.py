@@ -17,7 +17,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, mixed, named, runs
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named, runs
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, family_of
@@ -84,10 +84,6 @@ def chosen(select: Select, asked: Config) -> Config:
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that is unsupported with Megatron, the plugin's own settings first."""
-    error = mixed(STRATEGY, select)
-    if error is not None:
-        yield error
-        return
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", required=required, found=value, fix=fix))
     yield from broken(RULES, select, config, named)

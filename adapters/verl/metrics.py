@@ -10,7 +10,6 @@ from jetrl_patch.adapters.verl import old_log_probs, routes, state, sync
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction import metrics as correction_metrics
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
-from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.measure.mismatch import Mismatch, Sums
 from jetrl_patch.patching.patch import gated, replacement
@@ -27,8 +26,12 @@ def v0_old_log_prob(original: Any, self: Any, batch: Any) -> Any:
             return taken
     result = original(self, batch)
     rollout = batch.batch.get("rollout_log_probs", None)
-    if rollout is None:
-        _without_log_probs(session.active_config())
+    if rollout is None:  # verl's V0 trainer accepts samples without log-probs
+        if session.active_config().exact:
+            what, required = "samples of an agent loop with align='exact'", "response_logprobs for every token, from the rollout"
+            fix = "return response_logprobs in AgentLoopOutput, or use align='linear'"
+            raise ConfigError(explain(what, required=required, found="none", fix=fix))
+        _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
     else:
         current = state.are_current(state.of_batch(batch), unknown=state.are_of_one(self.config))
         note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
@@ -42,15 +45,6 @@ def separate_log_prob(original: Any, self: Any, batch: Any) -> Any:
         current = state.are_current(state.of_batch(batch), unknown=False)
         DRIVER.current.append((current, batch.batch["response_mask"].sum(1).tolist()))
     return original(self, batch)
-
-
-def _without_log_probs(config: Config) -> None:
-    """Warn of samples without log-probs, which verl's V0 trainer accepts. In exact mode, raise ConfigError."""
-    if config.exact:
-        what, required = "samples of an agent loop with align='exact'", "response_logprobs for every token, from the rollout"
-        fix = "return response_logprobs in AgentLoopOutput, or use align='linear'"
-        raise ConfigError(explain(what, required=required, found="none", fix=fix))
-    _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
 
 
 @replacement

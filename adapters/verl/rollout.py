@@ -35,7 +35,7 @@ def expert_parallel(select: Select, config: Config) -> int:
     verl requires expert-parallel size = tensor-parallel size × data-parallel size. FP8 experts do not support data parallelism
     inside an engine, so with it the size stays 1.
     """
-    given, dp = _given(select), int(select(f"{ROLLOUT}.data_parallel_size") or 1)
+    given, dp = int(select(EXPERTS) or 1), int(select(f"{ROLLOUT}.data_parallel_size") or 1)
     if given > 1 or dp > 1:
         return given
     trust = bool(select(f"{MODEL}.trust_remote_code"))
@@ -44,15 +44,10 @@ def expert_parallel(select: Select, config: Config) -> int:
 
 def rank_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error if the experts are not on the tensor-parallel ranks of one engine."""
-    tp, ep = tensor_parallel(select), _given(select)
-    if config.quantized_rollout and ep not in (1, tp):
-        what = f"{named(EXPERTS)} with precision={config.precision!r}"
-        required = f"1, or tensor_model_parallel_size={tp}, because an engine's experts stay on its tensor-parallel ranks"
-        yield ConfigError(explain(what, required=required, found=ep, fix="set it to one of the two"))
-
-
-def _given(select: Select) -> int:
-    return int(select(EXPERTS) or 1)
+    tp = tensor_parallel(select)
+    required = f"1, or tensor_model_parallel_size={tp}, because an engine's experts stay on its tensor-parallel ranks"
+    rule = Rule(EXPERTS, other_than(0, 1, tp), required, "set it to one of the two", "quantized")
+    yield from broken((rule,), select, config, named, f"precision={config.precision!r}")
 
 
 # ---- Routes (``measure_routes``, ``router_replay``), and verl's own router replay ----
@@ -155,26 +150,19 @@ _LENDING = "it is read only if the rollout borrows the trainer's devices, which 
 
 #: every other setting of these sections -> why it is harmless
 HARMLESS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            f"{PROGRAM}.staleness_threshold", f"{PROGRAM}.trigger_parameter_sync_step", f"{PROGRAM}.require_batches",
-            f"{COLOCATED}.num_warmup_batches", f"{SEPARATE}.num_warmup_batches", f"{SEPARATE}.parameter_sync_step",
-        ),
-        _WHEN,
-    ),
-    f"{PROGRAM}.partial_rollout": "a sample that spans a sync records both versions and counts as stale",
-    f"{PROGRAM}.concurrent_samples_per_replica": "a token's bits do not depend on the other requests in its batch",
-    **dict.fromkeys(
-        (
-            f"{PROGRAM}.dynamic_schedule_policy", f"{PROGRAM}.dynamic_schedule_deactivate_ratio",
-            f"{PROGRAM}.dynamic_schedule_enable_rebalance", f"{_HYBRID}.switch_threshold_ratio",
-            f"{_HYBRID}.adaptive_switch_threshold", f"{_HYBRID}.switch_threshold_step_up",
-            f"{_HYBRID}.switch_threshold_step_down", f"{_HYBRID}.switch_threshold_release_steps",
-            f"{_HYBRID}.switch_cost_window_size",
-        ),
-        _LENDING,
-    ),
-}  # fmt: skip
+    f"{section}.{name}": why
+    for section, names, why in (
+        (PROGRAM, "staleness_threshold trigger_parameter_sync_step require_batches", _WHEN),
+        (COLOCATED, "num_warmup_batches", _WHEN),
+        (SEPARATE, "num_warmup_batches parameter_sync_step", _WHEN),
+        (PROGRAM, "partial_rollout", "a sample that spans a sync records both versions and counts as stale"),
+        (PROGRAM, "concurrent_samples_per_replica", "a token's bits do not depend on the other requests in its batch"),
+        (PROGRAM, "dynamic_schedule_policy dynamic_schedule_deactivate_ratio dynamic_schedule_enable_rebalance", _LENDING),
+        (_HYBRID, "switch_threshold_ratio adaptive_switch_threshold switch_cost_window_size", _LENDING),
+        (_HYBRID, "switch_threshold_step_up switch_threshold_step_down switch_threshold_release_steps", _LENDING),
+    )
+    for name in names.split()
+}
 
 
 def async_problems(select: Select, config: Config) -> Iterator[JetrlError]:

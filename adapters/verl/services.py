@@ -82,16 +82,14 @@ def _place(select: Select, setting: str) -> Place:
 
 def _pools(select: Select) -> Iterator[Pool]:
     """The resource pools that verl creates."""
-    owners = ["trainer"]
-    if select(f"{_REWARD}.enable_resource_pool"):
-        owners.append(_REWARD)
-    if select("distillation.enabled"):
-        owners.append("distillation")
-    if select("trainer.use_v1") and select("trainer.v1.trainer_mode") == "separate_async":
-        owners.append(ROLLOUT)
-    if select("rollout"):  # the asynchronous programs' own section
-        owners.append("rollout")
-    for owner in owners:
+    owners = {
+        "trainer": True,
+        _REWARD: select(f"{_REWARD}.enable_resource_pool"),
+        "distillation": select("distillation.enabled"),
+        ROLLOUT: select("trainer.use_v1") and select("trainer.v1.trainer_mode") == "separate_async",
+        "rollout": select("rollout"),  # the asynchronous programs' own section
+    }
+    for owner in (name for name, has_pool in owners.items() if has_pool):
         setting = f"{owner}.n_gpus_per_node"
         yield Pool(setting, int(select(setting) or 0), int(select(f"{owner}.nnodes") or 0))
 

@@ -21,6 +21,7 @@ from jetrl_patch.adapters.verl.yaml_settings import (
     ROLLOUT,
     Select,
     disagreement,
+    mixed,
     model_folder,
     named,
     runs,
@@ -192,10 +193,10 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from precision.optimizer_problems(select, config)
     yield from checkpoint.problems(select, config)
     yield from precision.problems(select, config)
-    if runs(megatron.STRATEGY, select, config):
-        yield from megatron.problems(select, config)
-    elif runs(veomni.STRATEGY, select, config):
-        yield from veomni.problems(select, config)
+    for strategy, engine_problems in ((megatron.STRATEGY, megatron.problems), (veomni.STRATEGY, veomni.problems)):
+        if runs(strategy, select, config):
+            yield from mixed(strategy, select) or engine_problems(select, config)
+            break
     yield from correction_problems(verl_config, config)
     yield from _model_problems(select, config)
 

@@ -47,14 +47,7 @@ async def announce(manager: Any, config: Config) -> None:
 
 
 @replacement
-async def collective_rpc(
-    original: Any,
-    self: Any,
-    method: Any,
-    timeout: float | None = None,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-) -> Any:
+async def collective_rpc(original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
     """Wrap ``vLLMHttpServer.collective_rpc``: return the answers of the engine's workers to ``announce``."""
     if method != _REPORT:
         return await original(self, method, timeout=timeout, args=args, kwargs=kwargs)

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
@@ -256,18 +257,9 @@ def as_sync_error(error: BaseException) -> JetrlError:
 
 # ---- The vLLM worker's end. The vLLM adapter attached the receiver to the worker when the model was loaded ----
 
-class _Greeter:
+def _greeter(socket: Any, text: str) -> Any:
     """A ZMQ REP socket that replies with a text where verl replies with nothing."""
-
-    def __init__(self, socket: Any, text: str) -> None:
-        self._socket = socket
-        self._text = text
-
-    def recv_pyobj(self) -> Any:
-        return self._socket.recv_pyobj()
-
-    def send(self, reply: bytes) -> None:
-        self._socket.send(reply or self._text.encode())
+    return SimpleNamespace(recv_pyobj=socket.recv_pyobj, send=lambda reply: socket.send(reply or text.encode()))
 
 
 def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
@@ -288,7 +280,7 @@ def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
 
         def _init_buffer(self) -> None:
             socket = self.socket
-            self.socket = _Greeter(socket, held)
+            self.socket = _greeter(socket, held)
             try:
                 super()._init_buffer()
             finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, mixed, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, family_of, titles
@@ -62,10 +62,6 @@ RULES: tuple[Rule, ...] = (
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that is unsupported with VeOmni, the plugin's own settings first."""
-    error = mixed(STRATEGY, select)
-    if error is not None:
-        yield error
-        return
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=veomni", required=required, found=value, fix=fix))
     yield from broken(RULES, select, config, named)

@@ -196,8 +196,7 @@ VISION: tuple[Patch, ...] = (
             module, "maybe_fix_3d_position_ids", fix_position_ids,
             reason="verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have "
             "one length: the step crashes in split_with_sizes or uses wrong positions. Megatron's packing is not covered",
-            remove_when="the oldest supported verl contains verl#7901, or sets the ragged dimension to the tokens wherever it "
-            "makes a jagged tensor",
+            remove_when="the oldest supported verl contains verl#7901, or makes the tokens the ragged dimension everywhere",
             upstream="https://github.com/verl-project/verl/pull/7901",
             fixes="verl",
         )
@@ -208,8 +207,7 @@ VISION: tuple[Patch, ...] = (
         reason="verl calls mean() on the vision tower's output, which transformers 5 no longer returns as a tensor: a "
         "micro-batch without an image crashes. Others are unchanged",
         upstream=NO_REPORT,
-        remove_when="verl's qwen2_vl._get_input_embeds calls unpack_visual_output for the dummy image too, as verl's other "
-        "models do",
+        remove_when="verl's qwen2_vl._get_input_embeds calls unpack_visual_output for the dummy image too, as other models do",
         fixes="verl",
     ),
     Patch(
@@ -227,8 +225,7 @@ VISION: tuple[Patch, ...] = (
         reason="verl removes repeated image tokens from vLLM's prompt only for Qwen's image processor; with others vLLM "
         "expands them again, so the rollout silently sees an image almost twice. Unknown families are unchanged",
         upstream=NO_REPORT,
-        remove_when="verl's qwen2_5_vl_dedup_image_tokens, or its successor, leaves one token per image for every image "
-        "processor",
+        remove_when="verl's qwen2_5_vl_dedup_image_tokens, or its successor, leaves one token per image for all image processors",
         fixes="verl",
     ),
     Patch(
@@ -246,8 +243,7 @@ VISION: tuple[Patch, ...] = (
             reason="verl's fused forward of vision-language models multiplies by an lm_head that FSDP2 has sharded: the step "
             "crashes, or lm_head's gradient stays local to each rank. The driver rejects the Triton forward",
             upstream="https://github.com/verl-project/verl/pull/6659",
-            remove_when="verl's fused forward calls lm_head, and FSDP2 thus gathers it and reduces its gradient; verl#6659 only "
-            "gathers it",
+            remove_when="verl's fused forward calls lm_head, so FSDP2 gathers it and reduces its gradient (verl#6659 does not)",
             fixes="verl",
         )
         for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
@@ -257,8 +253,7 @@ VISION: tuple[Patch, ...] = (
         reason="verl passes packed-sequence boundaries to transformers' own delta rule, which ignores them, so state leaks "
         "from one sequence to the next. Text models get no boundaries, so packed rows are an error for them",
         upstream="https://github.com/huggingface/transformers/issues/46093",
-        remove_when="verl's _call_accepts_kwarg ignores **kwargs, or transformers' torch_chunk_gated_delta_rule honors "
-        "cu_seqlens",
+        remove_when="verl's _call_accepts_kwarg ignores **kwargs, or transformers' torch_chunk_gated_delta_rule obeys cu_seqlens",
         fixes="verl",
     ),
 )

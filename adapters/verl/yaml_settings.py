@@ -50,14 +50,14 @@ def runs(strategy: str, select: Select, config: Config) -> bool:
     return config.quantized_rollout and strategy in (select(f"{ACTOR}.strategy"), select(f"{REF}.strategy"))
 
 
-def mixed(strategy: str, select: Select) -> ConfigError | None:
-    """Return an error if actor and reference do not both use the engine ``strategy``."""
-    found = {path: select(f"{path}.strategy") for path in (ACTOR, REF)}
-    if all(value is None or value == strategy for value in found.values()):
-        return None
+def mixed(strategy: str, select: Select) -> list[JetrlError]:
+    """Return an error if actor and reference do not both use the engine ``strategy``; nothing if they do."""
+    found = [select(f"{path}.strategy") for path in (ACTOR, REF)]
+    if all(value in (None, strategy) for value in found):
+        return []
     required, fix = "one engine for actor and reference", f"set model_engine={strategy}"
-    words = " and ".join(repr(value) for value in found.values())
-    return ConfigError(explain(f"verl settings {ACTOR}.strategy and {REF}.strategy", required=required, found=words, fix=fix))
+    what, words = f"verl settings {ACTOR}.strategy and {REF}.strategy", " and ".join(map(repr, found))
+    return [ConfigError(explain(what, required=required, found=words, fix=fix))]
 
 
 # ---- The ``jetrl`` section of verl's configuration ----

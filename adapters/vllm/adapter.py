@@ -59,8 +59,7 @@ PATCHES: tuple[Patch, ...] = (
         "vllm.engine.arg_utils", "EngineArgs.create_engine_config", _create_engine_config,
         reason="without it vLLM builds an unquantized, compiled engine and ignores conflicting settings. Does not cover a "
         "VllmConfig built by hand, whose workers refuse to load",
-        remove_when="vLLM's EngineArgs.create_engine_config calls general plugins (vllm.general_plugins) before and after it "
-        "builds the VllmConfig",
+        remove_when="vLLM's EngineArgs.create_engine_config calls its plugins (vllm.general_plugins) before and after its work",
     ),
     Patch(
         "vllm.v1.worker.gpu_worker", "Worker.load_model", _load_model,
@@ -79,8 +78,7 @@ PATCHES: tuple[Patch, ...] = (
         "vllm.v1.worker.gpu_worker", "Worker.execute_model", _execute_model,
         always="a worker must not generate after a failed sync, even if its process is no longer patched",
         reason="without it an engine would generate from half-updated weights after a failed sync",
-        remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step and that may "
-        "raise",
+        remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step, and may raise",
     ),
 )
 

@@ -35,21 +35,20 @@ FREE: dict[str, str] = {
         "disable_access_log_for_endpoints"
     ),
     "the HTTP server and its text; trainers call the engine directly, with token ids": (
-        "host port root_path api_key allowed_origins allowed_methods allowed_headers allow_credentials ssl_keyfile "
-        "ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh disable_fastapi_docs "
-        "h11_max_incomplete_event_size h11_max_header_count enable_request_id_headers chat_template "
-        "chat_template_content_format response_role default_chat_template_kwargs trust_request_chat_template "
-        "return_tokens_as_token_ids enable_auto_tool_choice exclude_tools_when_tool_choice_none tool_call_parser "
-        "tool_parser_plugin reasoning_parser reasoning_parser_plugin enable_prompt_tokens_details "
-        "enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers"
+        "host port root_path api_key allowed_origins allowed_methods allowed_headers allow_credentials ssl_keyfile ssl_certfile "
+        "ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh disable_fastapi_docs h11_max_incomplete_event_size "
+        "h11_max_header_count enable_request_id_headers chat_template chat_template_content_format response_role "
+        "default_chat_template_kwargs trust_request_chat_template return_tokens_as_token_ids enable_auto_tool_choice "
+        "exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
+        "enable_prompt_tokens_details enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers"
     ),
     "images, audio and video: exact mode has no vision-language model, and elsewhere a mismatch shows in the metrics": (
-        "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs "
-        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input"
+        "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs mm_shm_cache_max_object_size_mb "
+        "mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input"
     ),
     "file locations, timeouts between processes, and CPU affinity": (
-        "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout "
-        "fail_on_environ_validation numa_bind numa_bind_nodes numa_bind_cpus"
+        "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout fail_on_environ_validation "
+        "numa_bind numa_bind_nodes numa_bind_cpus"
     ),
 }
 
@@ -96,9 +95,7 @@ _VALUES: dict[str, _Value] = {
         "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it",
     ),
     "quantization": _Value(lambda value, *_: value not in QUANTIZATIONS, "no quantization but jetrl_patch's"),
-    "logprobs_mode": _Value(
-        lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs"
-    ),
+    "logprobs_mode": _Value(lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs"),
     "load_format": _Value(
         lambda value, *_: value not in ("auto", "dummy", "safetensors", "hf"),
         "auto, dummy, hf or safetensors (the first weight sync overwrites what is loaded)",

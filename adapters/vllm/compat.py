@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 _ASKS = Difference(
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource", changed_in="0.28", added=True,
-    handled="older engines cannot return the experts of a custom router: `measure_routes` is refused, `jetrl parity` shows no "
-    "routes",
+    handled="older engines cannot return a custom router's experts: `measure_routes` is refused, `jetrl parity` shows no routes",
 )  # fmt: skip
 _RETURNS = Difference(
     "vllm.config.ModelConfig.enable_return_routed_experts", changed_in="0.31", added=False,

@@ -237,8 +237,7 @@ FIXES: tuple[Patch, ...] = (
     ),
     Patch(
         "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", keep_live_weight, fixes="vllm",
-        reason="vLLM's CPU build packs BF16 weights after loading and frees the originals, so later weight updates fail or have "
-        "no effect",
+        reason="vLLM's CPU build packs BF16 weights after loading and frees the originals, so later updates fail or do nothing",
         upstream=NO_REPORT,
         remove_when="vLLM's dispatch_cpu_unquantized_gemm keeps the live weight, or packs it again after load_weights",
         needed_by=_ON_CPU,
@@ -246,18 +245,15 @@ FIXES: tuple[Patch, ...] = (
     Patch(
         "vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding.forward_cpu", in_two_dimensions, fixes="vllm",
         always="vLLM compiles it into its graphs",
-        reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so every log-prob of such a "
-        "rollout is wrong",
+        reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so all log-probs there are wrong",
         upstream=NO_REPORT,
         remove_when="vLLM's CPU op rotary_embedding honors the head stride of a 3D query, or latent attention passes it a 2D one",
     ),
     Patch(
         "vllm.model_executor.layers.attention.mla_attention", "MLAAttention.process_weights_after_loading", keep_latent_weight,
-        reason="on CPUs with AMX, vLLM packs kv_b_proj of latent attention after loading and frees the original, so a later "
-        "weight update fails",
+        reason="on CPUs with AMX, vLLM packs latent attention's kv_b_proj after loading and frees it, so a later update fails",
         upstream="https://github.com/vllm-project/vllm/pull/52616",
-        remove_when="vLLM's MLAAttention.process_weights_after_loading keeps kv_b_proj.weight on AMX CPUs, or computes with a "
-        "live copy",
+        remove_when="vLLM's MLAAttention.process_weights_after_loading keeps kv_b_proj.weight on AMX CPUs, or uses a live copy",
         fixes="vllm",
         needed_by=_ON_CPU,
     ),
@@ -278,8 +274,7 @@ FIXES: tuple[Patch, ...] = (
         "vllm.v1.engine.utils", "CoreEngineProcManager.finished_procs", finished_procs, fixes="vllm",
         reason="when an engine is killed during start-up, vLLM says only that start-up failed, not which signal killed it",
         upstream="https://github.com/vllm-project/vllm/issues/19002",
-        remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process whose sentinel fired, and "
-        "reports the signal",
+        remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process, and reports the signal",
     ),
     Patch(
         "tqdm.std", "TqdmDefaultWriteLock.create_mp_lock", create_mp_lock, fixes="tqdm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -127,29 +127,6 @@ _GUARDED: Attached[list[str]] = Attached(
 )
 
 
-def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
-    """Move FP8 linears and experts (Hugging Face names) to BF16. Their weights are uninitialized until loaded.
-
-    Raises AuditError, before any change, for a name that is no FP8 layer here, or only a part of a fused layer or of a block's
-    experts.
-    """
-    missing = set(wanted)
-    changes: list[Callable[[], None]] = []  # each holds the memory that it needs
-    for layer, method in quantized_modules(model):
-        if _takes(method.names, missing):
-            changes.append(_prepare(layer, method))
-    for experts, own in expert_modules(model):
-        if own.plain is None and _takes(own.layers(), missing):
-            changes.append(functools.partial(own.to_bf16, experts, own.room_in_bf16(experts)))
-    if missing:
-        raise AuditError(
-            f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but these are not "
-            f"FP8 layers in this engine. Use the same model and JETRL_EXCLUDE on both sides."
-        )
-    for change in changes:
-        change()
-
-
 def _takes(layers: list[str], missing: set[str]) -> bool:
     """Remove these layers from ``missing`` and return whether they were in it. Raises AuditError if only some were."""
     inside = [name for name in layers if name in missing]
@@ -207,8 +184,26 @@ class VllmInstaller:
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:
-        """Move these layers to BF16, as the precision guard has decided."""
-        to_bf16(self.model, layers)
+        """Move FP8 linears and experts (Hugging Face names) to BF16. Their weights are uninitialized until loaded.
+
+        Raises AuditError, before any change, for a name that is no FP8 layer here, or only a part of a fused layer or of a
+        block's experts.
+        """
+        missing = set(layers)
+        changes: list[Callable[[], None]] = []  # each holds the memory that it needs
+        for layer, method in quantized_modules(self.model):
+            if _takes(method.names, missing):
+                changes.append(_prepare(layer, method))
+        for experts, own in expert_modules(self.model):
+            if own.plain is None and _takes(own.layers(), missing):
+                changes.append(functools.partial(own.to_bf16, experts, own.room_in_bf16(experts)))
+        if missing:
+            raise AuditError(
+                f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but these are "
+                f"not FP8 layers in this engine. Use the same model and JETRL_EXCLUDE on both sides."
+            )
+        for change in changes:
+            change()
         session.register_guarded(layers)
 
     def stay_in_place(self) -> None:
@@ -261,9 +256,7 @@ class VllmInstaller:
         ]
         missing += [name for _, method in experts for name in method.missing()]
         if missing:
-            raise SyncError(
-                f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}"
-            )
+            raise SyncError(f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}")
         absorb(self.model)
         now = _addresses(self.model)
         moved = [name for name, address in self._captured.items() if now.get(name) != address]

@@ -37,7 +37,9 @@ class QuantizedLinearMethod(LinearMethodBase):
         self.names = hf_names(prefix, packed)
         self.format = format_of(config)
         self.cut = cut
-        self.most = _largest_batch()
+        engine = get_current_vllm_config_or_none()
+        #: the largest number of rows in one step of the engine being built
+        self.most = TRAINED if engine is None else engine.scheduler_config.max_num_batched_tokens
 
     def create_weights(
         self,
@@ -124,12 +126,6 @@ class QuantizedLinearMethod(LinearMethodBase):
         # The whole model is built before the first load, so the list is complete.
         if self.cut:
             raise cut_error(self.cut, layer.tp_size)
-
-
-def _largest_batch() -> int:
-    """Return the largest number of rows in one step of the engine being built."""
-    config = get_current_vllm_config_or_none()
-    return TRAINED if config is None else config.scheduler_config.max_num_batched_tokens
 
 
 def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:

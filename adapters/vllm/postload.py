@@ -72,16 +72,16 @@ def absorb(model: nn.Module) -> None:
                 setattr(module, name, old)
 
 
-def follow_norms(model: nn.Module, hf_config: Any) -> None:
+def follow_norms(model: nn.Module, text_config: Any) -> None:
     """Give the norms inside latent attention the epsilon that transformers' code sets. vLLM uses ``rms_norm_eps``."""
     latent = [module for module in model.modules() if hasattr(module, "kv_a_layernorm")]
     if not latent:
         return
-    family = FAMILIES[hf_config.model_type]
+    family = FAMILIES[text_config.model_type]
     code = importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
-    # only the attention: vLLM has written its own name for the rotary angles into hf_config, so no whole model can be built
+    # only the attention: vLLM has written its own name for the rotary angles into text_config, so no whole model can be built
     with torch.device("meta"):
-        theirs = getattr(code, family.attention)(hf_config, 0)
+        theirs = getattr(code, family.attention)(text_config, 0)
     for module in latent:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             norm = getattr(module, name, None)

@@ -93,9 +93,7 @@ class JetrlQuantConfig(QuantizationConfig):
         return cls()
 
     @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> None:
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None) -> None:
         """Raise ConflictError if the checkpoint is quantized already and this quantization was requested."""
         if user_quant in QUANTIZATIONS:
             what, method = f"checkpoint for quantization={user_quant!r}", hf_quant_cfg.get("quant_method")
@@ -186,8 +184,7 @@ def _wait_for_kernels(journal: Journal) -> None:
             core_client, name, max(FIRST_START, core_client.VLLM_ENGINE_READY_TIMEOUT_S),
             target=f"vllm.v1.engine.core_client.{name}",
             reason="on its first start an engine compiles FP8 kernels for longer than vLLM waits for it",
-            remove_when="vLLM's engine start-up timeout (VLLM_ENGINE_READY_TIMEOUT_S) restarts whenever the engine reports "
-            "progress",
+            remove_when="vLLM's engine start-up timeout (VLLM_ENGINE_READY_TIMEOUT_S) restarts when the engine reports progress",
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -145,9 +146,7 @@ def _difference(comm: CustomAllreduce, device: torch.device) -> str:
         for what, part_1N in _parts(size, comm.rank):
             mine_1N = part_1N.to(device)
             total_1N, parts_R1N = _one_shot(comm, mine_1N), _gather(mine_1N)
-            expected_1N = parts_R1N[0]
-            for rank in range(1, comm.world_size):
-                expected_1N = expected_1N + parts_R1N[rank]
+            expected_1N = functools.reduce(torch.add, parts_R1N)
             unequal = int((total_1N.view(torch.int32) != expected_1N.view(torch.int32)).sum())
             unequal += int((total_1N.to(torch.bfloat16).view(torch.int16) != added(parts_R1N).view(torch.int16)).sum())
             if unequal and not found:

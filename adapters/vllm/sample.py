@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,17 +57,15 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
             progress.stage("warming up the engine")
             generate(engine, prompts[: job.batch], job.length, job.temperature)
         progress.stage("sampling", -(-job.tokens // (job.batch * job.length)), "batches")
-        begin = time.perf_counter()
-        for start in itertools.count(0, job.batch):
-            batch = [prompts[(start + i) % len(prompts)] for i in range(job.batch)]
+        begin, count = time.perf_counter(), 0
+        while count < job.tokens:
+            batch = [prompts[(len(samples) + i) % len(prompts)] for i in range(job.batch)]
             samples += generate(engine, batch, job.length, job.temperature)
             progress.done(len(samples) // job.batch)
             count = sum(len(s.response) for s in samples)
-            if count >= job.tokens:
-                return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
+        return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
     finally:
         engine.llm_engine.engine_core.shutdown()
-    raise AssertionError("unreachable")
 
 
 def build_engine(job: Job, max_model_len: int) -> Any:

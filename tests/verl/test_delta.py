@@ -173,7 +173,7 @@ def test_the_first_reply_of_a_worker_is_the_identity_of_its_weights():
     to, back = queue.Queue(), queue.Queue()
     watched = transport.WatchedSocket(Pipe(back, to), transport.Peer(None, 10.0))
     worker = Pipe(to, back)
-    greeter = transport._Greeter(worker, "identity")
+    greeter = transport._greeter(worker, "identity")
     watched.send_pyobj("handle")
     assert greeter.recv_pyobj() == "handle"
     greeter.send(b"")
