@@ -132,7 +132,7 @@ FOR_TORCH = (
     ),
     CpuPatch(
         "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__", _fsdp1_init, fixes="torch",
-        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator and on a CPU is no offload",
+        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator and saves nothing on a CPU",
         remove_when="torch's FSDP1 calls pin_memory only if there is an accelerator",
     ),
 )

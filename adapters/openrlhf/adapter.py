@@ -102,7 +102,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.broadcast_to_vllm", sync.broadcast_to_vllm,
-        reason="OpenRLHF sends a BF16 weight per remote call, quantized again later; this sends buckets of FP8 bytes and scales",
+        reason="OpenRLHF sends one BF16 weight a call, and the rollout quantizes it; this sends buckets of FP8 bytes and scales",
         remove_when="OpenRLHF's ActorPPOTrainer.broadcast_to_vllm sends FP8 bytes with scales, several tensors per remote call",
     ),
     *(

@@ -209,7 +209,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
         when=lambda config: config.exact,
-        reason="the model does not learn how many sequences a packed row has, so exact attention would stall the GPU to count",
+        reason="the model is not told how many sequences a packed row has, so exact attention would stall the GPU to count",
         remove_when="verl's prepare_model_inputs passes the model the number of sequences, or their boundaries as a CPU tensor",
     ),
     Patch(
@@ -303,7 +303,7 @@ MEGATRON: tuple[Patch, ...] = (
 VEOMNI: tuple[Patch, ...] = (
     Patch(
         _VEOMNI, "VeOmniEngine._build_model_optimizer", model.build_model_optimizer,
-        reason="build_parallelize_model does not get the engine, whose settings it needs here. Value models are not converted",
+        reason="build_parallelize_model does not get the engine, whose settings conversion needs. Critics are not converted",
         remove_when=_VEOMNI_CALLS,
     ),
     Patch(
