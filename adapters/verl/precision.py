@@ -62,6 +62,17 @@ FUSED_RULES: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
+#: with a quantized rollout outside exact mode, which computes rotary angles without the model's buffers. verl casts a model to
+#: ``model_dtype`` with its buffers, and FSDP1 casts them to ``buffer_dtype``
+BUFFER_RULES: tuple[Rule, ...] = tuple(
+    Rule(
+        f"{ACTOR}.fsdp_config.{name}", other_than("fp32", "float32"),
+        "fp32 (16 bits would also round the trainer's rotary frequencies, which vLLM keeps in FP32)",
+        "set it to fp32, or use align='exact', which reads no such buffers", "all",
+    )
+    for name in ("model_dtype", "mixed_precision.buffer_dtype")
+)  # fmt: skip
+
 #: the settings that may name a 16-bit dtype
 DTYPES = (
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{REF}.fsdp_config.mixed_precision.param_dtype", f"{ROLLOUT}.dtype",
@@ -82,6 +93,8 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         if found:
             what, fix = "verl settings with precision='bf16'", "set precision='fp16' (JETRL_PRECISION=fp16), FP16 on both sides"
             yield ConfigError(explain(what, required="BF16 on both sides", found=", ".join(found), fix=fix))
+    if config.quantized_rollout and not config.exact:
+        yield from broken(BUFFER_RULES, select, config, named)
     if config.fp32_head:
         yield from broken(HEAD_RULES + (() if config.exact else FUSED_RULES), select, config, named)
     if config.kv_cache == "fp8":

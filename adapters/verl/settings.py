@@ -85,26 +85,30 @@ def _module(target: str) -> str:
 
 _OVERRIDE = f"{MODEL}.override_config"
 
-#: keys that change no result in exact mode, which has its own attention. Its rotary embeddings do not depend on
-#: max_position_embeddings, an upper bound; the engine takes tokens from the tokenizer; the trainer never decodes
-_HARMLESS = ("attn_implementation", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
-#: keys that are harmless at 0, as in the rollout
+#: keys that do not change what the model computes: kernels of the same attention, an upper bound of positions, tokens that the
+#: engine takes from the tokenizer, the cache of a model that never decodes, and the auxiliary loss of a router
+_HARMLESS = (
+    "attn_implementation", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",
+    "output_router_logits", "router_aux_loss_coef",
+)  # fmt: skip
+#: keys that exact mode accepts only at 0, as in the rollout
 _DROPOUTS = (*DROPOUTS, "embd_pdrop", "resid_pdrop", "hidden_dropout")
 
 
 def model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that would make the trainer compute a different model than the rollout."""
     other, path = select(f"{MODEL}.hf_config_path"), select(f"{MODEL}.path")
-    if config.quantized_rollout and other not in (None, path):
+    if not config.quantized_rollout:
+        return
+    if other not in (None, path):
         what = f"{named(f'{MODEL}.hf_config_path')} with a quantized rollout"
         required = f"{path}, where vLLM reads its configuration"
         yield ConfigError(explain(what, required=required, found=repr(other), fix="set it to null"))
-    if not config.exact:
-        return
     overrides = select(_OVERRIDE) or {}
     for key, value in (overrides.get("model_config", overrides) or {}).items():  # verl reads only this section with Megatron
-        if key not in _HARMLESS and (value or key not in _DROPOUTS):
-            what = f"{named(f'{_OVERRIDE}.{key}')} with align='exact'"
+        dropout = key in _DROPOUTS
+        if key not in _HARMLESS and not (dropout and (not value or not config.exact)):
+            what = f"{named(f'{_OVERRIDE}.{key}')} with {'exact mode' if dropout else 'a quantized rollout'}"
             required = "the value in config.json, which the rollout reads"
             yield ConfigError(explain(what, required=required, found=repr(value), fix="remove it and change config.json"))
 

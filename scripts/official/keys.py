@@ -181,7 +181,8 @@ def _ruled(framework: str) -> frozenset[str]:
         from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT
 
         rules: Iterable[Rule] = itertools.chain(
-            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, veomni.RULES, lora.RULES, lora.WITH_ADAPTERS
+            settings.RULES, precision.RULES, precision.BUFFER_RULES, precision.HEAD_RULES, megatron.RULES, veomni.RULES,
+            lora.RULES, lora.WITH_ADAPTERS,
         )
         more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
         more |= {

@@ -68,9 +68,12 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     (f"+{F}.fsdp_config.mixed_precision.param_dtype=fp32", "required bf16", [EXACT, LINEAR, ROLLOUT]),
     (f"{M}.hf_config_path=/elsewhere", "where vLLM reads its configuration", [EXACT, LINEAR, ROLLOUT]),
     (f"{M}.tiled_mlp.enabled=True", "exact mode's own MLP", [EXACT]),
-    (f"+{M}.override_config.rope_theta=5000", "override_config.rope_theta", [EXACT]),
-    (f"+{M}.override_config.model_config.rope_theta=5000", "override_config.rope_theta", [EXACT]),
+    (f"+{M}.override_config.rope_theta=5000", "override_config.rope_theta", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{M}.override_config.model_config.rope_theta=5000", "override_config.rope_theta", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{M}.override_config.rope_scaling.type=yarn", "override_config.rope_scaling", [EXACT, LINEAR, ROLLOUT]),
     (f"+{M}.override_config.attention_dropout=0.1", "override_config.attention_dropout", [EXACT]),
+    (f"{A}.fsdp_config.model_dtype=bf16", "required fp32", [LINEAR, ROLLOUT, FP16]),
+    (f"+{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary frequencies", [LINEAR, ROLLOUT]),
     # handed on to vLLM
     (f"+{V}.hf_overrides.rope_theta=5000", "which the trainer reads too", [EXACT, LINEAR, ROLLOUT]),
     (f"+{V}.tensor_parallel_size=2", "the framework's own tensor-parallel size", [EXACT, LINEAR, ROLLOUT]),
@@ -111,6 +114,7 @@ def test_what_the_official_scripts_hand_on_stays_accepted(base: Compose) -> None
         f"+{V}.compilation_config.cudagraph_capture_sizes=[4,8]", f"+{V}.max_model_len=512", f"+{V}.async_scheduling=True",
         f"+{V}.tensor_parallel_size=1", f"+{V}.kv_cache_dtype=auto", f"+{V}.max-num-seqs=8", f"+{V}.hf_overrides={{}}",
         f"+{M}.override_config.max_position_embeddings=32768", f"+{M}.override_config.attention_dropout=0.",
+        f"+{M}.override_config.output_router_logits=True", f"+{A}.fsdp_config.mixed_precision.reduce_dtype=bf16",
         f"{M}.trust_remote_code=True", f"{M}.hf_config_path=${{{M}.path}}",
     )  # fmt: skip
     for config in EVERY:
