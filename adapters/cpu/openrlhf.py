@@ -148,8 +148,8 @@ def _ds_config(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @replacement
-def _moving_average(original: Any, self: Any, model: Any, ema: Any, beta: float = 0.992, device: str = "cpu") -> Any:
-    return original(self, model, ema, beta, "cpu" if device == "cuda" else device)
+def _moving_average(original: Any, self: Any, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> Any:
+    return original(self, model, model_ema, beta, "cpu" if device == "cuda" else device)
 
 
 class GlooGroup:
