@@ -1,4 +1,4 @@
-"""The four ways of docs/architecture.md, walked on a CPU: the page lists the files that they visit, in order of the first visit.
+"""The five ways of docs/architecture.md, walked on a CPU: the page lists the files that they visit, in order of the first visit.
 
 ``python -m tests.test_ways`` writes the lists anew.
 """
