@@ -161,7 +161,6 @@ OUTSIDE = [
     ("qwen2", "layer_types", ["full_attention", "sliding_attention"], "whole context"),
     ("qwen3", "attention_bias", True, "o_proj"),
     ("llama", "hidden_act", "gelu", "SiLU"),
-    ("llama", "quantization_config", {"quant_method": "awq"}, "Use the BF16 checkpoint"),
     ("qwen2", "dual_chunk_attention_config", {}, "whole context"),
     ("mistral", "sliding_window", 4096, "whole context"),
     ("mistral", "attention_bias", True, "no such bias"),

@@ -61,7 +61,6 @@ _LATENT = (
     _always("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales"),
     _always("index_topk", (None,), "the trainer's attention is not sparse"),
     _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
-    _always("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use a BF16 checkpoint"),
 )
 #: the linear layers that read a delta net's input, and those that vLLM merges
 _IN = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")

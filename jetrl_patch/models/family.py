@@ -64,7 +64,6 @@ SETTINGS = (
     Setting("use_sliding_window", (False, None), WINDOW),
     Setting("layer_types", ("full_attention", None), WINDOW),
     Setting("dual_chunk_attention_config", (None,), WINDOW),
-    Setting("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use the BF16 checkpoint"),
 )
 #: probabilities in the configuration that transformers' modules read. The rollout has no dropout
 DROPOUTS = ("attention_dropout", "residual_dropout")

@@ -126,7 +126,7 @@ def check_structure(hf_config: Any, config: Config) -> None:
     """Raise ModelError for a model that trainer and rollout would not compute alike.
 
     Such a model has parts other than the language model, experts that this mode does not support, latent attention without a
-    record, or a setting that makes one side compute something else.
+    record, weights that are already quantized, or a setting that makes one side compute something else.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -176,6 +176,11 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
 
 def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
     """Yield what is required of a setting, what was found, and the start of the fix."""
+    quantized = getattr(hf_config, "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else getattr(quantized, "quant_method", None)
+        found = f"quantization_config of {method!r}"
+        yield "BF16 weights, which the run quantizes itself", found, "use a BF16 checkpoint, or use"
     family = family_of(hf_config)
     if family is None:
         return

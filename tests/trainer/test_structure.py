@@ -42,6 +42,10 @@ def vision() -> Any:
     return Qwen2VLConfig(text_config={**SIZES, "num_key_value_heads": 2})
 
 
+def quantized() -> Any:
+    return config_of("qwen3", quantization_config={"quant_method": "fp8"})
+
+
 def latent() -> Any:
     from transformers import DeepseekV2Config
 
@@ -55,6 +59,7 @@ def latent() -> Any:
         (experts, r"required a dense model.*found num_experts=4\. Use a dense"),
         (vision, r"required one text model, or .*found text_config and vision_config\."),
         (latent, r"vLLM transforms MLA's weights once.*found kv_lora_rank=128\."),
+        (quantized, r"required BF16 weights.*found quantization_config of 'fp8'\. Use a BF16 checkpoint, or use"),
     ],
 )
 def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, config: Config, make: Any, says: str) -> None:
