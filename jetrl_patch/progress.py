@@ -12,12 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     import rich.progress
-
-__all__ = ["SILENT", "Display", "Progress"]
 
 #: seconds from a log's last line (or the start) to the line of a new stage: a quick command prints none
 SOON = 0.5
@@ -25,8 +23,8 @@ SOON = 0.5
 STILL = 10.0
 
 
-class Progress(Protocol):
-    """What reports progress."""
+class Progress:
+    """What reports progress. This class itself shows nothing."""
 
     def stage(self, name: str, total: int = 0, unit: str = "") -> None:
         """Begin a stage of ``total`` units; 0 if it cannot be counted."""
@@ -35,20 +33,11 @@ class Progress(Protocol):
         """Say how many units of the stage are done."""
 
 
-class _Silent:
-    """Shows nothing, for callers that do not ask for progress."""
-
-    def stage(self, name: str, total: int = 0, unit: str = "") -> None:
-        pass
-
-    def done(self, count: int) -> None:
-        pass
+#: for callers that do not ask for progress
+SILENT = Progress()
 
 
-SILENT: Progress = _Silent()
-
-
-class Display:
+class Display(Progress):
     """Shows progress on stderr while a ``with`` block runs. A second block continues the same clock.
 
     Args:

@@ -19,26 +19,11 @@ from jetrl_patch.patching.guards import require_versions
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_on_import, apply_patch, require_target, watch
 
-__all__ = [
-    "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with", "asked_config",
-    "disable", "enable", "is_active", "plan", "preview", "register_backend", "register_cut", "register_guarded",
-    "register_layers", "require_active", "run_notes", "status",
-]  # fmt: skip
-
-
 # ---- The active settings of this process, and what a run notes for ``status()`` -------------------
 
 @dataclass
 class Notes:
-    """What ``status()`` shows.
-
-    Attributes:
-        layers: FP8 layers.
-        cut: layers that ``on_cut="bf16"`` leaves in BF16.
-        guarded: layers that the precision guard took out of FP8.
-        backend: the GEMM backend.
-        attention: the exact attention, if it is not the backend's own.
-    """
+    """What ``register`` has recorded. ``Status`` has the same attributes."""
 
     layers: dict[str, None] = field(default_factory=dict)
     cut: dict[str, None] = field(default_factory=dict)
@@ -59,10 +44,10 @@ def is_active() -> bool:
     return _session is not None
 
 
-def active_with(wanted: Callable[[Config], bool]) -> bool:
-    """Whether this process is patched with settings that ``wanted`` accepts."""
+def active_with(wanted: Callable[[Config], bool] | None) -> bool:
+    """Whether this process is patched, and with settings that ``wanted`` accepts."""
     session = _session
-    return session is not None and wanted(session.config)
+    return session is not None and (wanted is None or wanted(session.config))
 
 
 def active_config() -> Config:
@@ -91,15 +76,14 @@ def require_active(where: str = "this process", expected: Config | None = None) 
         fix = "install jetrl_patch there with pip and set JETRL_ENABLED=1, or call jetrl_patch.enable() in that process"
         raise NotPatchedError(explain(what, required="a process that jetrl_patch has patched", found=found, fix=fix))
     if expected is not None and expected.resolved() != session.config:
-        raise ConflictError(
-            differences(
-                f"settings of {where}",
-                required=dataclasses.asdict(expected.resolved()),
-                found=dataclasses.asdict(session.config),
-                fix="use the same settings in every process of the run",
-            )
-        )
+        fix = "use the same settings in every process of the run"
+        raise _conflict(f"settings of {where}", expected.resolved(), session.config, fix)
     return session.config
+
+
+def _conflict(what: str, required: Config, found: Config, fix: str) -> ConflictError:
+    theirs, ours = dataclasses.asdict(required), dataclasses.asdict(found)
+    return ConflictError(differences(what, required=theirs, found=ours, fix=fix))
 
 
 def run_notes() -> Notes:
@@ -107,24 +91,14 @@ def run_notes() -> Notes:
     return _notes
 
 
-def register_layers(names: Iterable[str]) -> None:
-    """Record the names of FP8 layers in this process for ``status()``. Each name is listed once."""
-    _notes.layers.update(dict.fromkeys(names))
-
-
-def register_cut(names: Iterable[str]) -> None:
-    """Record layers that ``on_cut="bf16"`` leaves in BF16 in this process, for ``status()``."""
-    _notes.cut.update(dict.fromkeys(names))
-
-
-def register_guarded(names: Iterable[str]) -> None:
-    """Record layers that the precision guard took out of FP8 in this process, for ``status()``."""
-    _notes.guarded.update(dict.fromkeys(names))
-
-
-def register_backend(name: str, attention: str = "") -> None:
-    """Record this process's GEMM backend, and its attention if that is not the backend's own, for ``status()``."""
-    _notes.backend, _notes.attention = name, attention
+def register(
+    layers: Iterable[str] = (), cut: Iterable[str] = (), guarded: Iterable[str] = (), backend: str = "", attention: str = ""
+) -> None:
+    """Record what ``status()`` shows of this process, under the names of its attributes. Each layer is listed once."""
+    for noted, names in ((_notes.layers, layers), (_notes.cut, cut), (_notes.guarded, guarded)):
+        noted.update(dict.fromkeys(names))
+    if backend:
+        _notes.backend, _notes.attention = backend, attention
 
 
 # ---- The status of a process, as data and as a readable table -------------------------------------
@@ -134,13 +108,8 @@ class PatchStatus:
     """One change.
 
     Attributes:
-        target: the dotted name of what is changed.
         state: "applied", or "waiting" for the import of its module.
-        reason: why the change is needed.
-        remove_when: the upstream change that makes it obsolete.
-        upstream: a link to the upstream report or change, if there is one.
-        fixes: the project whose bug it fixes; empty for the plugin's own changes.
-        needed_by: the runs that do not start without it. ``upstream_fixes=False`` then keeps it.
+        target, reason, remove_when, upstream, fixes, needed_by: those of the ``Patch``.
     """
 
     target: str
@@ -197,17 +166,15 @@ class Status:
         return tuple(patch for patch in self.patches if patch.fixes)
 
     def __str__(self) -> str:
-        if not self.enabled:
-            return f"jetrl_patch: off in process {self.pid}" + (f" ({self.failure})" if self.failure else "")
-        assert self.config is not None
         config = self.config
+        if config is None:
+            return f"jetrl_patch: off in process {self.pid}" + (f" ({self.failure})" if self.failure else "")
         lines = [
             f"jetrl_patch: on in process {self.pid}",
             f"  precision {config.precision}, align {config.resolved_align}",
             f"  scales    {config.scale_format}, backend {self.backend}" + f", attention {self.attention}" * bool(self.attention),
             "  versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            f"  layers    {len(self.layers)} in FP8"
-            + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
+            f"  layers    {len(self.layers)} in FP8" + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
         ]
         if self.cut:
             lines.append(f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
@@ -219,22 +186,11 @@ class Status:
         lines += [f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}" for patch in own]
         fixes = self.upstream_fixes
         lines.append(f"  upstream  {len(fixes)} fixes for bugs of other projects, upstream_fixes={config.fixes_upstream}")
-        lines += [
-            f"    {patch.state:7}  {patch.target:{width}}  {patch.fixes}: {patch.reason} ({patch.upstream})" for patch in fixes
-        ]
+        lines += [f"    {p.state:7}  {p.target:{width}}  {p.fixes}: {p.reason} ({p.upstream})" for p in fixes]
         return "\n".join(lines)
 
 
 # ---- The plan of one ``enable()``: check it, apply it, undo it -----------------------------------
-
-@dataclass
-class Planned:
-    """One planned change and whether it is applied."""
-
-    what: Patch | OnImport
-    hook: ImportHook | None = None
-    applied: bool = False
-
 
 @dataclass
 class Session:
@@ -243,6 +199,7 @@ class Session:
     Attributes:
         config: the settings, resolved.
         asked: the settings as given.
+        hooks: one for each planned change. It has fired if the change is applied.
         error: what a patch raised, in case the importer swallows it.
     """
 
@@ -250,7 +207,8 @@ class Session:
     asked: Config
     adapters: Sequence[registry.Adapter]
     versions: dict[str, str]
-    planned: list[Planned]
+    planned: list[Patch | OnImport]
+    hooks: list[ImportHook] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
     error: BaseException | None = None
 
@@ -260,86 +218,66 @@ class Session:
             self.journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason="settings for child processes")
         for adapter in self.adapters:
             adapter.on_apply(self.config, self.journal)
-        for planned in self.planned:
-            planned.hook = watch(planned.what.module, self._callback(planned))
+        for change in self.planned:
+            self.hooks.append(watch(change.module, functools.partial(self._make, change)))
         if self.error is not None:
             raise self.error
 
-    def take_down(self, error: BaseException) -> None:
-        """Undo what was done before ``error``, which gets a note if undoing fails."""
+    def undo(self, error: BaseException | None = None) -> None:
+        """Undo everything, for ``disable()`` (raises the same) or because of ``error``, which gets a note if undoing fails."""
         try:
-            self.journal.rollback(force=True)
+            self.journal.rollback(force=error is not None)
         except JetrlError as second:
-            _note(error, f"while undoing: {second}")
-        self.forget()
-
-    def forget(self) -> None:
-        """After the rollback: cancel the waiting hooks, and let the adapters drop their state."""
-        for planned in self.planned:
-            if planned.hook is not None:
-                planned.hook.cancel()
-            planned.applied = False
-        for adapter in self.adapters:
-            adapter.on_undo()
-
-    def _callback(self, planned: Planned) -> Callable[[ModuleType], None]:
-        def on_import(module: ModuleType) -> None:
-            try:
-                if isinstance(planned.what, Patch):
-                    apply_patch(planned.what, module, self.journal, _gate(planned.what))
-                else:
-                    apply_on_import(planned.what, module, self.journal)
-                planned.applied = True
-            except BaseException as error:
-                self.error = error
-                _abandon(self, error)
+            if error is None:
                 raise
+            text = f"while undoing: {second}"
+            if hasattr(error, "add_note"):
+                error.add_note(text)
+            else:  # Python 3.10
+                error.args = (f"{error} ({text})",)
+        finally:
+            if not self.journal.records:  # a conflict in ``disable()`` leaves all of them in place, and the session with them
+                _end(error)
+                for hook in self.hooks:
+                    hook.cancel()
+                for adapter in self.adapters:
+                    adapter.on_undo()
 
-        return on_import
+    def _make(self, change: Patch | OnImport, module: ModuleType) -> None:
+        """Make a change after the import of its module. If that fails, undo the whole session, not just this change."""
+        try:
+            if isinstance(change, Patch):
+                # After ``disable()`` a caller may still hold the replacement: a bound method, a name imported from another
+                # module, a class that Ray copied. In an unpatched process it calls the original.
+                runs = None if change.always else functools.partial(active_with, change.when)
+                apply_patch(change, module, self.journal, runs)
+            else:
+                apply_on_import(change, module, self.journal)
+        except BaseException as error:
+            self.error = error
+            with _lock:
+                if _session is self:  # not yet during ``enable()``, which itself undoes what it has begun
+                    self.undo(error)
+            raise
 
 
 def plan(asked: Config, adapters: Sequence[registry.Adapter]) -> Session:
     """Check versions, settings and targets without changing anything, and return the session to apply.
 
-    In an imported module the target must exist, in other modules only the module's file.
-    Raises VersionError, PatchError, and what the adapters' own checks raise.
+    In an imported module the target must exist, in other modules only the module's file. Raises as ``preview``.
     """
     config = asked.resolved()
     versions = require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
     for adapter in adapters:
         adapter.check(config)
-    planned: list[Planned] = []
+    changes: list[Patch | OnImport] = []
     for adapter in adapters:
-        changes: list[Patch | OnImport] = [*adapter.patches(config), *adapter.hooks(config)]
-        for what in changes:
-            if not _wanted(what, config):
-                continue
-            require_target(what)
-            planned.append(Planned(what))
+        changes += (*adapter.patches(config), *adapter.hooks(config))
+    # nothing else reads ``upstream_fixes``
+    planned = [change for change in changes if not change.fixes or change.needed_by or config.fixes_upstream]
+    for change in planned:
+        require_target(change)
     return Session(config, asked, adapters, versions, planned)
-
-
-def _gate(patch: Patch) -> Callable[[], bool] | None:
-    """The question that decides at each call whether a replacement runs; None if it always does.
-
-    ``disable()`` restores every attribute, but a caller may still hold the replacement: a bound method, a name imported from
-    another module, a class that Ray copied. In a process that is not patched, such a replacement must call the original.
-    """
-    if patch.always:
-        return None
-    return is_active if patch.when is None else functools.partial(active_with, patch.when)
-
-
-def _wanted(what: Patch | OnImport, config: Config) -> bool:
-    """Whether to apply a patch. Nothing else reads ``upstream_fixes``."""
-    return not what.fixes or bool(what.needed_by) or config.fixes_upstream
-
-
-def _note(error: BaseException, text: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:  # Python 3.10
-        error.args = (f"{error} ({text})",)
 
 
 # ---- The public functions: apply all patches or none, report them, undo them ---------------------
@@ -375,14 +313,8 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         if current is not None:
             if current == wanted:
                 return status()
-            raise ConflictError(
-                differences(
-                    "enable() in a process that is already enabled",
-                    required=dataclasses.asdict(wanted),
-                    found=dataclasses.asdict(current),
-                    fix="call disable() first, or use the same settings",
-                )
-            )
+            fix = "call disable() first, or use the same settings"
+            raise _conflict("enable() in a process that is already enabled", wanted, current, fix)
         _starting = wanted
         session: Session | None = None
         try:
@@ -391,7 +323,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         except BaseException as error:
             _end(error)
             if session is not None:
-                session.take_down(error)
+                session.undo(error)
             raise
         finally:
             _starting = None
@@ -409,19 +341,8 @@ def disable() -> None:
         PatchError: an undo step failed. Everything else is undone.
     """
     with _lock:
-        session = _session
-        if session is None:
-            return
-        undone = True
-        try:
-            session.journal.rollback()
-        except ConflictError:
-            undone = False  # nothing was, so the session stays
-            raise
-        finally:
-            if undone:
-                _end()
-                session.forget()
+        if _session is not None:
+            _session.undo()
 
 
 def activate_from_env() -> bool:
@@ -447,13 +368,10 @@ def status() -> Status:
     if session is None:
         return Status(enabled=False, config=None, pid=os.getpid(), failure=_failure)
     notes = _notes
-    patches = [PatchStatus.of(p.what, "applied" if p.applied else "waiting") for p in session.planned]
-    named = {p.target for p in patches}
-    patches += [
-        PatchStatus(r.target, "applied", r.reason, r.remove_when)
-        for r in session.journal.records
-        if r.target not in named
-    ]
+    changes = zip(session.planned, session.hooks, strict=True)
+    patches = [PatchStatus.of(change, "applied" if hook.fired else "waiting") for change, hook in changes]
+    named, records = {patch.target for patch in patches}, session.journal.records
+    patches += [PatchStatus(r.target, "applied", r.reason, r.remove_when) for r in records if r.target not in named]
     return Status(
         enabled=True,
         config=session.config,
@@ -471,21 +389,9 @@ def status() -> Status:
 def preview(config: Config) -> list[PatchStatus]:
     """The patches that ``enable(config)`` would apply. Runs its checks and changes nothing.
 
-    Raises ConfigError, VersionError and PatchError, as ``enable`` does.
+    Raises ConfigError, VersionError and PatchError, as ``enable`` does, and what the adapters' own checks raise.
     """
-    session = plan(config, registry.installed())
-    return [PatchStatus.of(p.what, "waiting") for p in session.planned]
-
-
-def _abandon(session: Session, error: BaseException) -> None:
-    """Undo the whole session, not just one patch, when a patch fails as its module is imported.
-
-    During ``enable()`` there is no session yet: ``enable()`` itself undoes what it has begun.
-    """
-    with _lock:
-        if _session is session:
-            _end(error)
-            session.take_down(error)
+    return [PatchStatus.of(change, "waiting") for change in plan(config, registry.installed()).planned]
 
 
 def _end(error: BaseException | None = None) -> None:

@@ -328,10 +328,11 @@ def test_a_switch_that_is_neither_on_nor_off() -> None:
         environment.opted_in({"JETRL_ENABLED": "maybe"})
 
 
-def test_reading_a_variable_that_is_not_in_the_table() -> None:
-    assert environment.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
+def test_reading_a_variable_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JETRL_CACHE_DIR", " there ")
+    assert environment.read_variable("JETRL_CACHE_DIR") == "there"
     with pytest.raises(ConfigError, match=r"add it to config/environment\.py"):
-        environment.read_variable("JETRL_OTHER", "", {})
+        environment.read_variable("JETRL_OTHER")
 
 
 ANYTHING = st.sampled_from(

@@ -200,7 +200,7 @@ def note_cut(layers: list[str], tp: int) -> None:
     """Record the layers that ``on_cut="bf16"`` leaves in BF16, and log new ones."""
     if set(layers) - set(session.run_notes().cut):
         logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
-    session.register_cut(layers)
+    session.register(cut=layers)
 
 
 def drop_nothing(model: Any) -> None:

@@ -195,7 +195,7 @@ BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_la
 _BLOCK = re.compile(r"(^|\.)layers\.\d+$")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class MegatronSource(Source):
     """A Megatron model with BF16 parameters and TransformerEngine layers.
 
@@ -244,8 +244,7 @@ def prepare_megatron(engine: Any, chunks: list[Any], config: Config) -> Megatron
     check_recipe(recipe, config.scale_format, "Megatron's layers")
     _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
     source = announce(hf_config, config)
-    session.register_layers(source.layers)
-    session.register_backend("te")
+    session.register(layers=source.layers, backend="te")
     return source
 
 

@@ -204,7 +204,7 @@ class VllmInstaller:
             )
         for change in changes:
             change()
-        session.register_guarded(layers)
+        session.register(guarded=layers)
 
     def stay_in_place(self) -> None:
         """Require later syncs to leave parameters and buffers in place, because captured graphs hold their addresses."""

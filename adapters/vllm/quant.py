@@ -126,7 +126,7 @@ class JetrlQuantConfig(QuantizationConfig):
         # RowParallelLinear sets input_size_per_partition before its base class calls get_quant_method
         found = is_cut(name, layer.input_size, layer.input_size // layer.input_size_per_partition)
         if found:
-            session.register_cut([name])
+            session.register(cut=[name])
         return found
 
     def _require_patched(self) -> None:

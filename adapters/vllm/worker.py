@@ -163,13 +163,13 @@ def attach(worker: Any, config: Config) -> None:
         own = config.format.own_product if config.format is not None else ""
         backend = own or choose_backend(config.backend, worker.device.type)
         attention = chosen_attention(worker.device.type) if config.exact else ""
-        session.register_backend(backend, attention)
+        session.register(backend=backend, attention=attention)
         mark_settings(worker.vllm_config, config, backend, attention)
         if not worker.vllm_config.model_config.enforce_eager:
             installer.stay_in_place()
     else:
         keep_live_experts(model)
-    session.register_layers(layers)
+    session.register(layers=layers)
     base = Received() if config.sync == "delta" else None
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
     worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), gathered, base)

@@ -19,12 +19,6 @@ from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
 from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, MERGED
 from jetrl_patch.models.structure import units
 
-__all__ = [
-    "INDEX", "SCALE_SUFFIX", "SINGLE", "Chosen", "Format", "Source", "check_error", "choose", "convert", "new_config",
-    "open_source", "shapes_in",
-]  # fmt: skip
-
-
 # ---- Read a Hugging Face checkpoint one tensor at a time, and check it against its own config.json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -35,9 +35,6 @@ from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.progress import SILENT, Display, Progress
 from jetrl_patch.trainer import record
 
-__all__ = ["SHARD_BYTES", "Exported", "check_free", "command", "export"]
-
-
 # ---- Write a checkpoint as BF16 or block FP8, shard by shard, verify all of it on disk, and only then give it its name
 
 #: upper bound of the memory held in addition to the current tensor
@@ -105,7 +102,10 @@ def export(
         _write(source, unfinished, chosen, shard_bytes, done, progress)
         config = new_config(source, format == "fp8", chosen.left)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _copy_others(source.folder, unfinished)
+        for file in sorted(source.folder.iterdir()):
+            others = file.name not in _NOT_COPIED and "index.json" not in file.name
+            if file.is_file() and file.suffix in _COPIED and others:
+                shutil.copyfile(file, unfinished / file.name)
         _read_again(source, unfinished, chosen, done, progress)
         unfinished.chmod(0o755)
         if out.exists():
@@ -156,12 +156,6 @@ def _shards(source: Source, chosen: Chosen, shard_bytes: int, progress: Progress
         size += added
     yield held
     progress.done(len(source.files))
-
-
-def _copy_others(folder: Path, target: Path) -> None:
-    for file in sorted(folder.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name not in _NOT_COPIED and "index.json" not in file.name:
-            shutil.copyfile(file, target / file.name)
 
 
 def _read_again(source: Source, folder: Path, chosen: Chosen, done: Exported, progress: Progress) -> None:

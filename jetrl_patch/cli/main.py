@@ -23,8 +23,6 @@ from jetrl_patch.progress import Display
 if TYPE_CHECKING:
     from jetrl_patch.session import PatchStatus
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="jetrl",
     help="Train language models with RL in FP8, with bit-equal log-probs in rollout and trainer.",

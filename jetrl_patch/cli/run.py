@@ -22,9 +22,6 @@ from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.guards import module_exists
 
-__all__ = ["COMMANDS", "main", "prepare", "program_problem", "run"]
-
-
 # ---- Refuse a program of a training framework that the plugin does not support ------------------
 
 def program_problem(target: str) -> JetrlError | None:

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_patch.config import SETTINGS, Config, from_text
+from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, explain, unknown
-
-__all__ = ["PROGRAMS", "Launch", "split"]
 
 #: the flag for the default precision
 FLAG = f"--{SETTINGS['precision'].default}"
@@ -141,8 +139,6 @@ def _parse(name: str, text: str, source: str) -> Any:
     if not text.strip() and name != "exclude":
         raise ConfigError(explain(source, required=f"a value of {name}", found="none", fix="add a value or drop the option"))
     try:
-        if SETTINGS[name].joint:
-            return from_text({name: text})[name]
-        return getattr(Config.from_env({SETTINGS[name].variable: text}), name)
+        return Config.parse(name, text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

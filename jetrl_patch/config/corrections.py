@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CORRECTIONS", "KINDS", "Correction", "Kind", "interval"]
-
 Kind = Literal["none", "tis", "seq-tis", "mis", "seq-mis", "geo-mis", "icepop"]
 
 

@@ -9,13 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl_patch.config.fields import PREFIX, SETTINGS, read_switch
+from jetrl_patch.config.fields import PREFIX as PREFIX
+from jetrl_patch.config.fields import SETTINGS, read_switch
 from jetrl_patch.errors import ConfigError, unknown
-
-__all__ = [
-    "FIELDS", "MACHINE", "PREFIX", "SWITCH", "VARIABLES", "by_field", "check_names", "from_text", "opted_in", "read_fields",
-    "read_variable", "switched_off", "without_settings", "written",
-]  # fmt: skip
 
 SWITCH = f"{PREFIX}ENABLED"
 
@@ -97,9 +93,8 @@ def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {field: env[name].strip() for name, field in FIELDS.items() if env.get(name, "").strip()}
 
 
-def read_variable(name: str, default: str = "", environ: Mapping[str, str] | None = None) -> str:
-    """The value of a variable in ``VARIABLES`` that is not a field of ``Config``, or the default."""
+def read_variable(name: str) -> str:
+    """The value of a variable in ``VARIABLES`` that is not a field of ``Config``; empty if it is not set."""
     if name not in VARIABLES:
         raise ConfigError(f"{name} is not a variable of jetrl_patch. To read it, first add it to config/environment.py.")
-    env = os.environ if environ is None else environ
-    return env.get(name, "").strip() or default
+    return os.environ.get(name, "").strip()

@@ -5,17 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jetrl_patch.config.corrections import CORRECTIONS, KINDS, Kind
 from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Precision
 from jetrl_patch.errors import ConfigError
-
-__all__ = [
-    "AUTO_SWITCH", "FIRST", "GROUPS", "PREFIX", "SETTINGS", "SWITCH", "WORD", "Fields", "Form", "Setting", "read_switch",
-    "setting",
-]  # fmt: skip
-
 
 # ---- The text form of settings in variables and on command lines: one form for each kind of value
 
@@ -119,7 +113,7 @@ class Setting:
         group: a key of ``GROUPS``.
         doc: its description, in Markdown.
         form: its text form.
-        choices: the allowed words; empty if the setting is not an enumeration.
+        choices: the allowed words, from its type; empty if the setting is not an enumeration.
         option: placeholder in its command-line option, such as ``"NAME"``; ``""`` for a switch; None if it has no option of
             its own, only ``--set``.
         help: the option's line in the usage text.
@@ -132,11 +126,11 @@ class Setting:
     group: str
     doc: str
     form: Form
-    choices: tuple[str, ...]
-    option: str | None
-    help: str
     note: str
-    joint: bool
+    choices: tuple[str, ...] = ()
+    option: str | None = None
+    help: str = ""
+    joint: bool = False
 
     @property
     def variable(self) -> str:
@@ -154,26 +148,18 @@ class Setting:
         return ", ".join(f"`{choice}`" for choice in self.choices) or self.form.values
 
 
-def setting(
-    default: Any,
-    group: str,
-    doc: str,
-    *,
-    choices: tuple[str, ...] = (),
-    form: Form | None = None,
-    option: str | None = None,
-    help: str = "",
-    note: str = "",
-    joint: bool = False,
-) -> Any:
-    """A dataclass field with its metadata. Without ``form``, the choices or the default decide it."""
-    if form is None:
-        form = WORD if choices else SWITCH if isinstance(default, bool) else NUMBER
-    found = {
-        "default": default, "group": group, "doc": doc, "form": form, "choices": choices, "option": option, "help": help,
-        "note": note or form.note, "joint": joint,
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=found)
+def setting(default: Any, group: str, doc: str, **more: Any) -> Any:
+    """A dataclass field with attributes of its ``Setting``; ``_of`` derives the others."""
+    return dataclasses.field(default=default, metadata={"default": default, "group": group, "doc": doc, **more})
+
+
+def _of(field: dataclasses.Field[Any], hint: Any) -> Setting:
+    """The setting of a field. Its type has the choices, and without ``form`` the choices or the default decide the form."""
+    more = dict(field.metadata)
+    words = next((get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), ())
+    form = more.pop("form", WORD if words else SWITCH if isinstance(field.default, bool) else NUMBER)
+    more.setdefault("note", form.note)
+    return Setting(name=field.name, form=form, choices=words if form is WORD else (), **more)
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -210,18 +196,17 @@ class Fields:
 
     precision: Precision = setting(
         DEFAULT, "precision", "; ".join(f"`{name}` {mode.meaning}" for name, mode in MODES.items()),
-        choices=PRECISIONS, option="NAME", help=_words(PRECISIONS), note="; also enables the plugin, like JETRL_ENABLED=1",
+        option="NAME", help=_words(PRECISIONS), note="; also enables the plugin, like JETRL_ENABLED=1",
     )
     align: Align | None = setting(
         None, "exactness",
         "`exact` makes trainer and rollout bit-equal. `linear` makes only the FP8 linear layers the same (Jet-RL as published); "
         "vLLM then adds tensor-parallel sums in BF16. "
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
-        choices=get_args(Align), option="NAME", help=_words(get_args(Align)),
+        option="NAME", help=_words(get_args(Align)),
     )
     scale_format: ScaleFormat = setting(
         "pow2", "precision", "`pow2` rounds scales up to powers of two; `fp32` does not round them",
-        choices=get_args(ScaleFormat),
     )
     exclude: tuple[str, ...] = setting(
         (), "precision",
@@ -233,14 +218,12 @@ class Fields:
         "refuse", "precision",
         "what to do with layers in which the rollout's tensor parallelism cuts a block of 128: `refuse` stops the run and lists "
         "them; `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no blocks to cut",
-        choices=get_args(OnCut),
     )
     backend: Backend = setting(
         "auto", "exactness",
         "the GEMM backend for FP8 products, the same on both sides. `auto` picks `native` on a CPU with a compiler, "
         "`deep_gemm` or `triton` on Hopper, and otherwise `torch`, the reference. Any other choice that cannot run here "
         "is an error",
-        choices=get_args(Backend),
     )
     old_log_probs: OldLogProbs = setting(
         "auto", "exactness",
@@ -248,7 +231,7 @@ class Fields:
         "uses the rollout's log-probs. `rollout` needs `align=\"exact\"`, where both are bit-equal; the first update of a step "
         "checks this before its backward pass. `auto` means `rollout` in exact mode unless the framework's own settings need the "
         "pass, and otherwise `recompute`",
-        choices=get_args(OldLogProbs), joint=True,
+        joint=True,
     )
     audit_fraction: float = setting(
         0.0625, "exactness",
@@ -261,14 +244,14 @@ class Fields:
         "what exact mode does when a token's two log-probs differ under the same weights: `stop` ends the run before the update "
         "(in verl's bypass mode after it, because the loss compares them); `recompute` logs an error and computes old log-probs "
         "from then on",
-        choices=get_args(OnMismatch), joint=True,
+        joint=True,
     )
     router_replay: RouterReplay = setting(
         "none", "exactness",
         "for mixture-of-experts models in verl. With `R3` the trainer sends each token to the experts that the rollout chose, in "
         "the pass for old log-probs and in every update, and weights them by its own logits. It needs an FP8 rollout and does "
         "not work with `align=\"exact\"`, where routes are equal anyway. It also measures routes, as `measure_routes` does",
-        choices=get_args(RouterReplay), joint=True,
+        joint=True,
     )
     decode_graphs: DecodeGraphs = setting(
         "auto", "exactness",
@@ -284,13 +267,11 @@ class Fields:
         "the attention kernel of both sides in exact mode on a GPU: `triton` is this project's own, `flash3` is the "
         "FlashAttention-3 in vLLM's wheels, in one fixed configuration. `auto` uses `flash3` on a Hopper GPU if a trial finds "
         "that its rows do not depend on the batch, and otherwise `triton`. Ignored on a CPU. Not yet run on a GPU",
-        choices=get_args(ExactAttention),
     )
     platform: Platform = setting(
         "auto", "process",
         "the device of the run: `auto` means `cpu` if the installed vLLM is a CPU build. `cpu` also applies the patches that let "
         "the frameworks run without an accelerator",
-        choices=get_args(Platform),
     )
     upstream_fixes: bool | None = setting(
         None, "process",
@@ -303,7 +284,7 @@ class Fields:
         "what a weight sync sends: `full` sends every tensor; `delta` sends only the bytes that changed since the last completed "
         "sync, unless that would be more. The same digests verify the result. For `delta`, trainer and engine each keep the "
         "weights of the last sync in CPU memory. It only pays off if the rollout has its own devices",
-        choices=get_args(Sync), joint=True,
+        joint=True,
     )
     sync_timeout: float = setting(
         300.0, "sync", "seconds without progress after which a weight sync raises SyncError", form=SECONDS,
@@ -329,7 +310,6 @@ class Fields:
     monitor_action: MonitorAction = setting(
         "warn", "monitor",
         "what the monitor does when a figure crosses its threshold: `warn` once per layer and figure, or `stop` the run",
-        choices=get_args(MonitorAction),
     )
     measure_routes: bool = setting(
         False, "monitor",
@@ -345,7 +325,7 @@ class Fields:
         "none", "correction",
         "the importance weight of a token, computed from its ratio ρ_t = π_old/μ or from the product ρ over the sequence: "
         f"{', '.join(f'`{name}` {found.formula}' for name, found in CORRECTIONS.items())}. `none` only measures",
-        choices=KINDS, option="NAME", help=_words(KINDS),
+        option="NAME", help=_words(KINDS),
     )
     correction_bounds: tuple[float, ...] | None = setting(
         None, "correction", "the cap, or the low and high bound. `None` means the correction's default",
@@ -361,7 +341,7 @@ class Fields:
         "block", "rollout",
         f"granularity of the scales of {_SCALED}: `block` (weights 128x128, activations 1x128) or `channel` (weights per output "
         "channel, activations per token)",
-        choices=get_args(Granularity), joint=True,
+        joint=True,
     )
     smoothing: float | None = setting(
         None, "rollout",
@@ -379,19 +359,18 @@ class Fields:
         "auto", "rollout",
         "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. With `align=\"exact\"` each token and "
         "head has its own scale, and the trainer rounds its keys and values in the same way",
-        choices=get_args(KvCache), joint=True,
+        joint=True,
     )
     head_dtype: HeadDtype = setting(
         "auto", "precision",
         "dtype in which both sides compute logits: `auto` is the model's dtype; `float32` multiplies the same weights in FP32 "
         "and does not round the logits",
-        choices=get_args(HeadDtype), joint=True,
+        joint=True,
     )
     optimizer_states: OptimizerStates = setting(
         "fp32", "optimizer",
         "format of AdamW's two moments: `fp32` leaves them as the framework stores them; `8bit` and `fp8` use torchao's "
         "optimizers, which scale blocks of 256 values and need about a quarter of the memory",
-        choices=get_args(OptimizerStates),
     )
     resume_any: bool = setting(
         False, "optimizer",
@@ -401,4 +380,4 @@ class Fields:
 
 
 #: name -> setting
-SETTINGS = {field.name: Setting(name=field.name, **field.metadata) for field in dataclasses.fields(Fields)}
+SETTINGS = {field.name: _of(field, get_type_hints(Fields)[field.name]) for field in dataclasses.fields(Fields)}

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = [
-    "DEFAULT", "MODES", "PRECISIONS", "QUANTIZATIONS", "ROLLOUT_FORMATS", "Granularity", "Mode", "Precision", "ResolvedAlign",
-    "RolloutFormat",
-]  # fmt: skip
-
 Precision = Literal["bf16", "fp8-unified", "fp8-rollout", "int8-rollout", "fp16"]
 Granularity = Literal["block", "channel"]
 ResolvedAlign = Literal["exact", "linear", "none"]

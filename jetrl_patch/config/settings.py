@@ -15,8 +15,6 @@ from jetrl_patch.config.fields import AUTO_SWITCH, SETTINGS, SWITCH, Fields
 from jetrl_patch.config.modes import MODES, Granularity, Mode, ResolvedAlign, RolloutFormat
 from jetrl_patch.errors import ConfigError, explain, unknown
 
-__all__ = ["Config"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Fields):
@@ -73,6 +71,13 @@ class Config(Fields):
         ``overrides`` are fields that override the variables. Raises ConfigError for an unknown field or variable.
         """
         return cls().replace(**{**environment.from_text(environment.read_fields(environ)), **overrides})
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Any:
+        """The value of one setting from text, checked unless that involves another setting. Raises ConfigError."""
+        if SETTINGS[name].joint:
+            return environment.from_text({name: text})[name]
+        return getattr(cls.from_env({SETTINGS[name].variable: text}), name)
 
     # ---- Properties derived from the settings and the table of precisions ------------------------
 

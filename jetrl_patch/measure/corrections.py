@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from jetrl_patch.config.corrections import CORRECTIONS, interval
-
-__all__ = ["Corrected", "acr_loss", "correct", "gspo_loss", "policy_gradient_loss", "ppo_loss", "ratio", "seq_ratio"]
-
 
 # ---- Importance weights that correct the mismatch between trainer and rollout --------------------
 # The rollout samples with μ; π_old is the trainer's policy with the same weights. Legend for every function here:
@@ -103,7 +99,7 @@ def _cast(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return found.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
-# ---- Objectives that need more than a weight on the framework's loss: QuRL's ACR, Precision-RL's policy gradients, GSPO
+# ---- Objectives that need more than a weight on the framework's loss: PPO's own, and QuRL's ACR ----
 # Each function returns the loss of every token, [B, T]; the framework aggregates it over the mask. π_θ is the policy in training,
 # π_old the policy that sampled, as the trainer computes it, and μ the same policy as the rollout computes it.
 # R_t = π_θ(y_t) / π_old(y_t).
@@ -164,39 +160,3 @@ def acr_loss(
     r = (cap / rho).clamp(max=1.0)  # rho = 0 gives 1
     loss, clipped = ppo_loss(log_prob, old_log_prob, advantages, clip_low, clip_high, dual_clip, upper=(1 + clip_high) / r)
     return loss * rho.clamp(max=cap), clipped
-
-
-def policy_gradient_loss(
-    log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    kind: Literal["seq-is", "seq-tis", "seq-mis"],
-    cap: float = 3.0,
-) -> torch.Tensor:
-    """−w·A·log π_θ(y_t), with w from the sequence ratio ρ_θ = π_θ(y)/μ(y), detached (Precision-RL, arXiv 2510.26788).
-
-    "PG-Seq-IS" w = ρ_θ, "PG-Seq-TIS" w = min(ρ_θ, C), "PG-Seq-MIS" w = ρ_θ·1{ρ_θ ≤ C}. All tensors [B, T].
-    verl offers them as ``rollout_correction.bypass_mode`` with ``loss_type=reinforce``.
-    """
-    log_ratio = (log_prob - rollout_log_prob).detach()
-    weights = seq_ratio(log_ratio, mask) if kind == "seq-is" else correct(kind, log_ratio, mask, (cap,)).weights
-    return -weights * advantages * log_prob
-
-
-def gspo_loss(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> torch.Tensor:
-    """−min(s·A, clip(s, 1−ε_low, 1+ε_high)·A), s = (π_θ(y)/π_old(y))^(1/n) (GSPO, arXiv 2507.18071, eq. 5–7).
-
-    Every token of a row has the row's s, and therefore its gradient. μ is not used. All tensors [B, T].
-    """
-    counted = mask.bool()
-    length = counted.sum(-1, keepdim=True).clamp(min=1)
-    s = (((log_prob - old_log_prob) * counted).sum(-1, keepdim=True) / length).exp()
-    return -torch.minimum(s * advantages, s.clamp(1 - clip_low, 1 + clip_high) * advantages) * counted

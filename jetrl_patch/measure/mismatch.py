@@ -12,9 +12,6 @@ import torch
 from jetrl_patch.config.corrections import CORRECTIONS
 from jetrl_patch.measure.corrections import correct
 
-__all__ = ["Applied", "Mismatch", "Sums", "applied", "bit_equal", "merge", "mismatch", "of_run", "sums"]
-
-
 # ---- Combine sums over the parts of a batch that different processes hold ------------------------
 
 _Part = TypeVar("_Part")

@@ -19,12 +19,6 @@ from jetrl_patch.measure.statistics import FIELDS, MOST, Codes, Figures, Observe
 from jetrl_patch.models.families import MERGED
 from jetrl_patch.models.structure import matrix_expert, matrix_name, matrix_number, units
 
-__all__ = [
-    "KINDS", "PREFIX", "Finding", "Monitor", "Watch", "below", "check_guard", "everybody", "findings", "per_layer", "show",
-    "summary", "unchanged", "with_partners",
-]  # fmt: skip
-
-
 # ---- The statistics of all layers, reduced to the few numbers that a step logs -------------------
 
 PREFIX = "jetrl/scale/"

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
     from jetrl_patch.measure.routes import Routes
 
-__all__ = [
-    "BY_DEFAULT", "OPS", "PARTS", "SAMPLES", "STOCK", "Job", "Sample", "Sampled", "Scored", "Step", "Stock", "check_model",
-    "choose", "chosen", "make_prompts", "standard_error",
-]  # fmt: skip
-
-
 # ---- What the two sides return: samples from the rollout, scores from the trainer ----------------
 
 @dataclass(frozen=True)

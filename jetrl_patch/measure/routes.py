@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from jetrl_patch.fp8.convert import expert_modules
 from jetrl_patch.models.families import FAMILIES
 
-__all__ = ["Recorder", "Replay", "Routes", "compare", "layer_number"]
-
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

@@ -16,12 +16,6 @@ from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8_MAX
 from jetrl_patch.models.structure import PARTS
 
-__all__ = [
-    "FIELDS", "MOST", "MOST_ROWS", "Codes", "Figures", "Observer", "Reduce", "measure", "measure_each", "sample", "worst",
-    "worst_of",
-]  # fmt: skip
-
-
 # ---- Share of a weight's FP8 codes that an optimizer step leaves unchanged -----------------------
 # The rollout does not see an update much smaller than the spacing of the codes (QuRL's weight-update problem, arXiv 2602.13953).
 # Two weight syncs are compared on a fixed sample of the codes, without a second copy of the weights.
@@ -311,11 +305,8 @@ class Observer:
     @property
     def figures(self) -> dict[tuple[str, str], Tensor]:
         """Rows of ``measure``; for experts, rows of ``worst_of``."""
-        numbers = {key: torch.cat([rows[:, 8] for rows in found]) for key, found in self._of_experts.items()}
-        return self._figures | {
-            key: worst_of(torch.cat([rows[:, :8] for rows in found]), numbers[key])
-            for key, found in self._of_experts.items()
-        }
+        of_experts = {key: torch.cat(found) for key, found in self._of_experts.items()}
+        return self._figures | {key: worst_of(rows[:, :8], rows[:, 8]) for key, rows in of_experts.items()}
 
     def clear(self) -> None:
         """Forget the statistics."""
@@ -357,11 +348,11 @@ class Observer:
     def _see(self, name: str, state: Fp8State, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         self._figures["activation", name] = _figures(arguments[0], state, slices=True)
         if output.requires_grad and isinstance(module, Fp8Linear):
-            output.register_hook(lambda grad: self._keep(name, grad, state))
 
-    def _keep(self, name: str, grad: Tensor, state: Fp8State) -> None:
-        """Measure the gradient as DGrad quantizes it, in groups of 128 along N."""
-        self._figures["gradient", name] = _figures(grad, state, slices=False)
+            def keep(grad: Tensor) -> None:  # as DGrad quantizes it, in groups of 128 along N
+                self._figures["gradient", name] = _figures(grad, state, slices=False)
+
+            output.register_hook(keep)
 
     @torch.no_grad()
     def _see_tokens(self, name: str, state: Fp8State, module: Any, arguments: tuple[Any, ...], output: Tensor) -> None:

@@ -19,11 +19,6 @@ from packaging.version import InvalidVersion, Version
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.errors import VersionError, explain
 
-__all__ = [
-    "ALIASES", "Difference", "check_version", "file_of", "installed_version", "is_installed", "module_exists", "require_versions",
-]  # fmt: skip
-
-
 # ---- What is installed, in which version, and whether it is supported -----------------------------
 
 #: import package -> distributions that provide it

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from jetrl_patch.errors import ConflictError, PatchError, explain
 
-__all__ = ["NOTSET", "Journal", "Record", "raw_entry"]
-
 
 class _NotSet:
     def __repr__(self) -> str:
@@ -77,7 +75,7 @@ def raw_entry(owner: object, name: str) -> object:
 
 
 class Journal:
-    """A list of changes and how to undo them. Thread-safe."""
+    """A list of changes and how to undo them. Thread-safe. ``record`` is always the fields of a ``Record``, by name."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
@@ -89,10 +87,10 @@ class Journal:
         with self._lock:
             return tuple(entry.record for entry in self._entries)
 
-    def set_attr(self, owner: object, name: str, value: object, *, target: str, reason: str = "", remove_when: str = "") -> None:
+    def set_attr(self, owner: object, name: str, value: object, **record: str) -> None:
         """Set ``owner.name`` to ``value`` as it is; to replace a staticmethod, pass a staticmethod.
 
-        ``target`` is the dotted name for messages. Raises PatchError if the owner does not keep the attribute.
+        Raises PatchError if the owner does not keep the attribute.
         """
         slot = _Slot(
             owner,
@@ -101,31 +99,20 @@ class Journal:
             write=lambda v: setattr(owner, name, v),
             erase=lambda: delattr(owner, name),
         )
-        self._change(slot, value, Record(target, reason, remove_when))
+        self._change(slot, value, Record(**record))
 
-    def set_item(
-        self,
-        mapping: MutableMapping[Any, Any],
-        key: Any,
-        value: object,
-        *,
-        target: str,
-        reason: str = "",
-        remove_when: str = "",
-    ) -> None:
+    def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: object, **record: str) -> None:
         """Set ``mapping[key]``, for instance in a framework's registry or ``os.environ``."""
-        self._change(_item(mapping, key), value, Record(target, reason, remove_when))
+        self._change(_item(mapping, key), value, Record(**record))
 
-    def remove_item(
-        self, mapping: MutableMapping[Any, Any], key: Any, *, target: str, reason: str = "", remove_when: str = ""
-    ) -> None:
+    def remove_item(self, mapping: MutableMapping[Any, Any], key: Any, **record: str) -> None:
         """Remove ``mapping[key]``. Raises PatchError if there is no such key."""
-        self._change(_item(mapping, key), NOTSET, Record(target, reason, remove_when))
+        self._change(_item(mapping, key), NOTSET, Record(**record))
 
-    def add_undo(self, undo: Callable[[], None], *, target: str, reason: str = "", remove_when: str = "") -> None:
+    def add_undo(self, undo: Callable[[], None], **record: str) -> None:
         """Record a change that was made elsewhere. ``undo`` reverts it and is called once."""
         with self._lock:
-            self._entries.append(_Entry(Record(target, reason, remove_when), undo=undo))
+            self._entries.append(_Entry(Record(**record), undo=undo))
 
     def conflicts(self) -> list[str]:
         """The changes that other code has overwritten or removed, each with what was found."""

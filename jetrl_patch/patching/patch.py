@@ -17,12 +17,6 @@ from jetrl_patch.errors import JetrlError, PatchError, explain
 from jetrl_patch.patching.guards import installed_version, module_exists
 from jetrl_patch.patching.journal import Journal
 
-__all__ = [
-    "NO_REPORT", "ImportHook", "OnImport", "Patch", "apply_on_import", "apply_patch", "find_target", "gated", "needed",
-    "replacement", "require_target", "watch",
-]  # fmt: skip
-
-
 # ---- A patch as data, and how it is applied ------------------------------------------------------
 
 #: ``upstream`` of a fix for a bug that nobody is known to have reported
@@ -174,10 +168,11 @@ def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal, runs: 
         raise PatchError(f"The patch of {patch.target} failed. {type(error).__name__}: {error}") from error
     if replacement is None:
         raise PatchError(explain(patch.target, required="a replacement", found="None", fix="return one from make"))
-    if isinstance(replacement, types.FunctionType) and isinstance(function, types.FunctionType):
-        _look_like(replacement, function)
-    if runs is not None and isinstance(replacement, types.FunctionType):
-        replacement = gated(replacement, function, runs)
+    if isinstance(replacement, types.FunctionType):
+        if isinstance(function, types.FunctionType) and not hasattr(replacement, "__wrapped__"):
+            functools.update_wrapper(replacement, function)
+        if runs is not None:
+            replacement = gated(replacement, function, runs)
     if wrapped_in is not None and not isinstance(replacement, (staticmethod, classmethod)):
         replacement = wrapped_in(replacement)
     journal.set_attr(owner, name, replacement, target=patch.target, reason=patch.reason, remove_when=patch.remove_when)
@@ -201,12 +196,6 @@ def gated(replacement: Callable[..., Any], original: Callable[..., Any], runs: C
 
     chosen.__wrapped__ = original
     return chosen
-
-
-def _look_like(replacement: types.FunctionType, original: types.FunctionType) -> None:
-    """Copy name, docstring and ``__wrapped__`` from the original, unless the patch did so."""
-    if not hasattr(replacement, "__wrapped__"):
-        functools.update_wrapper(replacement, original)
 
 
 def _get(owner: Any, name: str, done: str) -> Any:

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     from jetrl_patch.config import Config
 
-__all__ = [
-    "Audit", "Compared", "hold", "hold_figures", "sample", "say_if_nothing", "step_metrics", "sync_metrics", "sync_report",
-]  # fmt: skip
-
-
 # ---- Compare the log-probs of trainer and rollout, which exact mode makes equal, and apply ``on_mismatch``
 # Where the framework computes old log-probs, ``hold`` compares them with the rollout's.
 #

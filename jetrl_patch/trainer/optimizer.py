@@ -21,8 +21,6 @@ from torchao.optim import AdamW8bit as _AdamW8bit
 from torchao.optim import AdamWFp8 as _AdamWFp8
 from torchao.optim.adam import single_param_adam
 
-__all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8"]
-
 #: shards with fewer values keep their state in FP32, as in bitsandbytes and torchao
 SMALLEST = 4096
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 from jetrl_patch import session
 from jetrl_patch.errors import PrecisionError
 
-__all__ = ["GROWTH_INTERVAL", "SMALLEST", "LossScale", "at_smallest", "scales_loss"]
-
 #: good steps after which the scale is doubled (Precision-RL, arXiv 2510.26788)
 GROWTH_INTERVAL = 400
 #: smallest useful scale: a gradient that overflows below it has another cause

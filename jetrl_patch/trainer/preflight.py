@@ -14,12 +14,6 @@ from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import check_code, check_structure, expert_sizes, is_vision_language
 from jetrl_patch.trainer.rules import raised
 
-__all__ = [
-    "built", "check_checkpoint", "checkpoint_problems", "cut_note", "is_hub_id", "local_folder", "model_problems", "needed_ep",
-    "read_config", "say_share",
-]  # fmt: skip
-
-
 # ---- Find a model on this machine ----------------------------------------------------------------
 
 def local_folder(path: Any) -> str:
@@ -112,7 +106,7 @@ def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) ->
         return []
     from jetrl_patch.models.layers import cut_words
 
-    _, _, cut = _split(path, config, rollout_tp, rollout_ep) or (None, (), ())
+    _, _, cut = _split(path, config, rollout_tp, rollout_ep) or (None, [], [])
     return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
 
 
@@ -127,8 +121,8 @@ def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -
         logger.warning("jetrl_patch: %s", share_of(model, quantized))
 
 
-def built(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tuple[Any, list[str]] | None:
-    """The model on the meta device, and the names of its FP8 layers, in every mode. None if the model is remote.
+def built(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tuple[Any, list[str], list[str]] | None:
+    """The model on the meta device, its quantized layers, and those that ``on_cut`` leaves in BF16. None if the model is remote.
 
     Raises ModelError as ``read_config`` and ``split_layers`` do.
     """
@@ -138,22 +132,13 @@ def built(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tu
     if not folder:
         return None
     model = _on_meta(_read(folder, trust_remote_code=True))
-    return model, split_layers(model, config, rollout_tp, rollout_ep)[0] if config.quantized_rollout else []
+    return (model, *split_layers(model, config, rollout_tp, rollout_ep)) if config.quantized_rollout else (model, [], [])
 
 
-def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple[Any, Any, Any] | None:
-    """The model on the meta device, its quantized layers and those that a split would cut.
-
-    None if the model is remote, or if ``check_checkpoint`` rejects it.
-    """
-    from jetrl_patch.fp8.convert import split_layers
-
+def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple[Any, list[str], list[str]] | None:
+    """``built``, or None if ``check_checkpoint`` rejects the model."""
     try:
-        hf_config = read_config(path, config, trust_remote_code=True)
-        if hf_config is None:
-            return None
-        model = _on_meta(hf_config)
-        return (model, *split_layers(model, config, rollout_tp, rollout_ep))
+        return built(path, config, rollout_tp, rollout_ep) if config.quantized_rollout else None
     except JetrlError:
         return None
 

@@ -17,8 +17,6 @@ from jetrl_patch._versions import VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, differences, explain
 
-__all__ = ["ADAPTERS", "FILE", "check", "read", "write"]
-
 FILE = "jetrl.json"
 #: verl writes rank and alpha of LoRA into this file, next to the shards
 ADAPTERS = "lora_train_meta.json"

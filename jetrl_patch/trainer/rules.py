@@ -13,13 +13,6 @@ from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatche
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.session import PatchStatus
 
-__all__ = [
-    "LEAST_TEMPERATURE", "MARK", "OPTIMIZERS", "OPTIMIZER_MODULE", "OPTIMIZER_OPTIONS", "REQUIRED_TEMPERATURE", "Check", "Report",
-    "Rule", "broken", "check", "check_torchao", "from_error", "is_set", "more_than_one", "other_than", "positive", "raised",
-    "require_same", "temperature",
-]  # fmt: skip
-
-
 # ---- Findings as data, and the verdict on all of them --------------------------------------------
 
 State = Literal["ok", "warning", "unknown", "problem", "skipped"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -27,28 +27,15 @@ from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
 from jetrl_patch.trainer.precision import LossScale
 
-__all__ = ["Driver", "Followers", "Source", "Worker", "begin_sync", "convert", "reset"]
-
-
 # ---- The precision guard around a weight sync: the policy decides, the other models of the process follow
 
-class Followers:
-    """Models of this process that move layers to BF16 with the policy, as weak references."""
+class Followers(weakref.WeakSet["Source"]):
+    """Models of this process that move layers to BF16 with the policy."""
 
-    def __init__(self) -> None:
-        self._sources: list[weakref.ref[Source]] = []
-
-    def add(self, source: Source) -> None:
-        """Let ``source`` follow the policy from now on."""
-        self._sources.append(weakref.ref(source))
-
-    def to_bf16(self, names: Iterable[str]) -> None:
+    def to_bf16(self, names: Sequence[str]) -> None:
         """Move these layers to BF16 in every follower that has them in FP8. Raises SyncError."""
-        names = list(names)
-        for reference in self._sources:
-            source = reference()
-            if source is not None:
-                source.to_bf16(names)
+        for source in self:
+            source.to_bf16(names)
 
 
 def begin_sync(
@@ -89,7 +76,7 @@ def reset(*states: object) -> None:
 
 # ---- A converted model, recorded before the framework shards it -----------------------------------
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Source:
     """A converted model.
 
@@ -168,7 +155,7 @@ class Source:
             del self.modules[layer]
         self.layers = [name for name in self.layers if name not in set(moved)]
         self.guarded += moved
-        session.register_guarded(moved)
+        session.register(guarded=moved)
 
     def _apart(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
         """The weights, with stacked experts split."""
@@ -236,11 +223,9 @@ def convert(
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
     if config.invariant_scale is not None and not reference:
         scale_once(model, config.invariant_scale)
-    session.register_layers(layers)
     backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
     attention = chosen_attention(device_type) if config.exact else ""
-    if backend:
-        session.register_backend(backend, attention)
+    session.register(layers=layers, backend=backend, attention=attention)
     experts = expert_modules(model)
     buffers = stored_buffers(model) if experts else {}
     shapes = {**shapes, **{name: tuple(getattr(*place).shape) for name, place in buffers.items()}}

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_patch.measure.corrections import acr_loss, correct, gspo_loss, policy_gradient_loss, ppo_loss, ratio
+from examples.stability.objective import gspo_loss, policy_gradient_loss
+from jetrl_patch.measure.corrections import acr_loss, correct, ppo_loss, ratio
 from tests.correction.batches import LOG_RATIOS
 
 SMALL = st.floats(-1.0, 1.0, width=32)

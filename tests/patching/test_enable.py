@@ -79,9 +79,9 @@ def test_layers_and_backend_are_reported(use: Any) -> None:
     use(Fake(ALL))
     session.enable()
     assert session.status().backend == "auto"
-    session.register_layers(["layers.0.q_proj", "layers.0.k_proj"])
-    session.register_layers(["layers.0.k_proj", "layers.1.q_proj"])
-    session.register_backend("native")
+    session.register(layers=["layers.0.q_proj", "layers.0.k_proj"])
+    session.register(layers=["layers.0.k_proj", "layers.1.q_proj"])
+    session.register(backend="native")
     status = session.status()
     assert status.layers == ("layers.0.q_proj", "layers.0.k_proj", "layers.1.q_proj")
     assert status.backend == "native"

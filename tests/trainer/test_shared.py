@@ -54,7 +54,7 @@ def test_configs_that_differ_in_one_field_take_a_short_message(monkeypatch: pyte
 def test_layers_that_a_split_leaves_in_bf16_are_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cut_layers" not in sync_report(SyncStats(), 0.0)
     monkeypatch.setattr(session, "_notes", session.Notes())
-    session.register_cut(["layers.0.o_proj", "layers.1.o_proj", "layers.0.o_proj"])
+    session.register(cut=["layers.0.o_proj", "layers.1.o_proj", "layers.0.o_proj"])
     assert sync_metrics([{**sync_report(SyncStats(), 0.0), "monitor": {}}])["jetrl/cut_layers"] == 2
 
 

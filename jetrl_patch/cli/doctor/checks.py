@@ -20,9 +20,6 @@ from jetrl_patch.patching import guards
 from jetrl_patch.session import PatchStatus
 from jetrl_patch.trainer.rules import Check, from_error
 
-__all__ = ["FRAMEWORKS", "check_flash_attn", "check_machine", "check_patches", "check_versions", "stopped"]
-
-
 # ---- Compare the installed versions with the supported ones, and advise what the framework in use pins. Imports nothing
 
 #: framework -> what its runs need in addition to torch, transformers and vllm

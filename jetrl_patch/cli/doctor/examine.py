@@ -26,9 +26,6 @@ from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import SILENT, Progress
 from jetrl_patch.trainer.rules import Check, Report, from_error
 
-__all__ = ["examine", "show"]
-
-
 # ---- Print a report as a table in the terminal ---------------------------------------------------
 # Problems come first, then what could not be checked and warnings, then what the run would change, then the rest.
 

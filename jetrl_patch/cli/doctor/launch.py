@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import os
 import re
@@ -15,57 +16,32 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jetrl_patch import registry
-from jetrl_patch.config import SETTINGS, Config, environment, from_text
+from jetrl_patch.config import Config, environment
 from jetrl_patch.config.arguments import PROGRAMS, split
 from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.native import machine
 from jetrl_patch.registry import Needs, Place
 from jetrl_patch.trainer.preflight import is_hub_id, local_folder
-from jetrl_patch.trainer.rules import Check, from_error
-
-__all__ = ["Started", "check_command", "check_launch", "check_settings", "recognise", "usable"]
-
+from jetrl_patch.trainer.rules import Check, from_error, raised
 
 # ---- Which of the plugin's settings are valid, and an error for each of the others ----------------
 
 def usable(environ: Mapping[str, str], given: Mapping[str, Any]) -> tuple[Config, list[JetrlError]]:
     """The settings of an environment and of options (``given``) without the wrong ones, and all errors."""
-    errors: list[JetrlError] = []
-    for check in (environment.check_names, environment.opted_in):
-        with _collected(errors):
-            check(environ)
+    checks = (environment.check_names, environment.opted_in)
+    errors = [error for check in checks for error in raised(functools.partial(check, environ))]
     known = {name: environ[name] for name in environment.FIELDS if name in environ}
     try:
         return Config.from_env(known, **given), errors
     except JetrlError as error:
         together = error
-    single: list[JetrlError] = []
-    valid = {}
-    for name, text in known.items():
-        with _collected(single):
-            _check_alone(environment.FIELDS[name], name, text)
-            valid[name] = text
-    errors += single or [together]
+    alone = {name: [*raised(functools.partial(Config.parse, environment.FIELDS[name], known[name]))] for name in known}
+    errors += [error for found in alone.values() for error in found] or [together]
+    valid = {name: known[name] for name, found in alone.items() if not found}
     for left in (valid, {}):  # settings that are valid alone may contradict each other
         with contextlib.suppress(JetrlError):
             return Config.from_env(left, **given), errors
     return Config(), errors
-
-
-def _check_alone(setting: str, name: str, text: str) -> None:
-    """Raise JetrlError if a variable is wrong, whatever the others are. One that needs another setting is only parsed."""
-    if SETTINGS[setting].joint:
-        from_text({setting: text})
-    else:
-        Config.from_env({name: text})
-
-
-@contextlib.contextmanager
-def _collected(errors: list[JetrlError]) -> Iterator[None]:
-    try:
-        yield
-    except JetrlError as error:
-        errors.append(error)
 
 
 # ---- Parse a launch command: which framework it starts, with which arguments and which settings of the plugin
@@ -215,12 +191,6 @@ def _model(place: Place, framework: str) -> Check:
     return Check("model", "unknown", finding, download)
 
 
-def _tokenizer(place: Place) -> Iterator[Check]:
-    folder = local_folder(place.path)
-    if folder and not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
-        yield _missing("tokenizer", place, f"none of {', '.join(_TOKENIZERS)} in the folder", "save the tokenizer there")
-
-
 def _data(needs: Needs) -> Iterator[Check]:
     found = []
     for place in needs.data:
@@ -282,7 +252,10 @@ def check_launch(framework: str, settings: Any, config: Config, environ: Mapping
     yield _gpus(framework, needs, on_cpu, environ)
     for place in needs.models:
         yield _model(place, framework)
-    yield from _tokenizer(needs.tokenizer)
+    folder = local_folder(needs.tokenizer.path)
+    if folder and not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
+        found = f"none of {', '.join(_TOKENIZERS)} in the folder"
+        yield _missing("tokenizer", needs.tokenizer, found, "save the tokenizer there")
     yield from _data(needs)
     for place in needs.files:
         if not Path(place.path).is_file():

@@ -12,8 +12,6 @@ from jetrl_patch.registry import Layout
 from jetrl_patch.trainer.preflight import built
 from jetrl_patch.trainer.rules import Memory
 
-__all__ = ["NOT_COUNTED", "estimate"]
-
 NOT_COUNTED = (
     "not counted: activations and logits, critic, reference and reward models, sync buffers, CUDA graphs, fragmentation; "
     "docs/memory.md says what they take"
@@ -45,7 +43,7 @@ def estimate(path: Any, layout: Layout, config: Config) -> list[Memory]:
         return []
     if found is None:
         return []
-    model = _counted(*found)
+    model = _counted(*found[:2])
     return [*_trainer(model, layout, config), *_rollout(model, layout, config, _gpu(config))]
 
 

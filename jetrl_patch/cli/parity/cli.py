@@ -22,8 +22,6 @@ from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import Display
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
-__all__ = ["main"]
-
 #: the value of ``--engine`` that compiles no engine
 _EAGER = '{"enforce_eager": true}'
 #: vLLM's argument for whole experts on each of its tensor-parallel ranks

@@ -21,9 +21,6 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.measure.parity import STOCK, Job, standard_error
 from jetrl_patch.progress import SILENT, Progress
 
-__all__ = ["Sender", "environment", "measure", "relayed", "run_mode"]
-
-
 # ---- Progress of the measuring process: it appends its calls to a file, and the parent repeats them
 # Not through a pipe: the engine's own processes would inherit it, and one that stays behind would keep it open.
 
@@ -31,7 +28,7 @@ __all__ = ["Sender", "environment", "measure", "relayed", "run_mode"]
 _EVERY = 0.2
 
 
-class Sender:
+class Sender(Progress):
     """A ``Progress`` that writes each call to a file, in the measuring process. The file must be line-buffered."""
 
     def __init__(self, file: TextIO) -> None:

@@ -17,11 +17,6 @@ from typing import Any, NamedTuple
 from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, extreme, number
 from jetrl_patch.config.fields import Fields
 
-__all__ = [
-    "ALL_LAYERS", "DARK", "FP8", "GROUPS", "LIGHT", "LIMIT", "OTHER", "TIME", "Chart", "Scales", "Style", "choose",
-    "describe", "draw", "split_name", "thin",
-]  # fmt: skip
-
 GROUPS = LEARNING, MISMATCH, TIME, FP8, OTHER = (
     "Learning", "Mismatch between rollout and trainer", "Time", "FP8 statistics", "Other metrics",
 )  # fmt: skip

@@ -18,8 +18,6 @@ from jetrl_patch.cli.report.tables import make_table
 from jetrl_patch.errors import check_target, explain, writing
 from jetrl_patch.progress import Display, Progress
 
-__all__ = ["command", "watch", "write_report"]
-
 
 def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -> list[dict[str, Any]]:
     """Report on ``folder/metrics.jsonl`` in the same folder; see ``page.write``.

@@ -15,8 +15,6 @@ from jetrl_patch.cli.report.charts import LIMIT, Chart, Scales, Style
 from jetrl_patch.cli.report.runs import Points, Run, spelled, summarize
 from jetrl_patch.cli.report.tables import Cell
 
-__all__ = ["short", "write"]
-
 #: budget of points for all per-layer lines together, shared equally among them
 _SCALE_POINTS = 60_000
 

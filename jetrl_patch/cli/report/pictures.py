@@ -13,8 +13,6 @@ from jetrl_patch.cli.report.runs import PARTS, ReportError, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_pictures"]
-
 #: file -> keys of its charts
 _PICTURES = {
     "learning.png": ("reward", "accuracy"),

@@ -12,8 +12,6 @@ from typing import Any
 
 from jetrl_patch.errors import JetrlError
 
-__all__ = ["ACCURACY", "PARTS", "REWARD", "SECONDS", "Points", "ReportError", "Run", "extreme", "number", "spelled", "summarize"]
-
 #: the names that verl and OpenRLHF give to the same metric
 REWARD = ("critic/score/mean", "rollout/reward_mean", "reward")
 SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step")  # verl times validation separately

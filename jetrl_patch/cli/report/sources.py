@@ -36,8 +36,6 @@ from jetrl_patch.cli.report.runs import ReportError, Run
 from jetrl_patch.errors import explain, reading
 from jetrl_patch.progress import SILENT, Progress
 
-__all__ = ["Source", "collect", "find_file", "name_runs", "openrlhf_step", "parse", "read_runs", "verl_step"]
-
 _WAYS = "give metrics.jsonl, the .jsonl of verl's file logger, a console log or TensorBoard's event file"
 
 Data = dict[str, Any]

@@ -16,11 +16,6 @@ from rich.table import Table
 from jetrl_patch.cli.report.charts import Scales, describe
 from jetrl_patch.cli.report.runs import PARTS, spelled
 
-__all__ = [
-    "CHANGES", "COLUMNS", "Cell", "Column", "answers_html", "cards_html", "changes_text", "layers_html", "make_answers",
-    "make_table", "parts_html", "shown_columns", "summary_html",
-]  # fmt: skip
-
 Summary = dict[str, Any]
 
 
