@@ -299,7 +299,7 @@ class Fields:
         form=WHOLE, note=", in steps",
     )
     monitor_layers: bool = setting(
-        False, "monitor", "log the figures of every layer, not only their minimum, mean and maximum",
+        False, "monitor", "log the figures of every layer, not only summaries over the layers",
     )
     monitor_sqnr: float = setting(
         20.0, "monitor", "the monitor acts if the SQNR of a weight, activation or gradient is below this many dB", note=", in dB",
