@@ -191,6 +191,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     check_structure(model.hf_config, config)
+    _check_rotary(model)
     if envs.VLLM_BATCH_INVARIANT:
         what, required = "VLLM_BATCH_INVARIANT with a quantized rollout", "the kernels that the trainer shares"
         found, fix = "'1', which replaces torch's operators only in the engine", "unset it; align='exact' does not need it"
@@ -212,6 +213,19 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         quantized = {name: k for name, k in split.items() if is_quantized(name, config.exclude)}
         if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp)]:
             raise cut_error(cut, tp)
+
+
+def _check_rotary(model: Any) -> None:
+    """Raise ModelError if LongRoPE's factors would depend on the engine's limit here, but on each batch in the trainer."""
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    original = rope["original_max_position_embeddings"]
+    if model.max_model_len > original:
+        required = f"max_model_len of at most {original}: above it vLLM uses the long factors for every sequence, transformers "
+        required += f"only in batches with a sequence longer than {original} tokens"
+        fix = "shorten prompts and responses, or use another model"
+        raise ModelError(explain("LongRoPE with a quantized rollout", required=required, found=str(model.max_model_len), fix=fix))
 
 
 def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
