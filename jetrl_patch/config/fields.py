@@ -164,22 +164,6 @@ def _of(field: dataclasses.Field[Any], hint: Any) -> Setting:
 
 # ---- The table -----------------------------------------------------------------------------------
 
-KvCache = Literal["auto", "fp8"]
-HeadDtype = Literal["auto", "bfloat16", "float32"]
-Align = Literal["exact", "linear"]
-ScaleFormat = Literal["pow2", "fp32"]
-MonitorAction = Literal["warn", "stop"]
-OnCut = Literal["refuse", "bf16"]
-Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
-ExactAttention = Literal["auto", "triton", "flash3"]
-Platform = Literal["auto", "cpu", "cuda"]
-OptimizerStates = Literal["fp32", "8bit", "fp8"]
-OldLogProbs = Literal["auto", "recompute", "rollout"]
-RouterReplay = Literal["none", "R3"]
-OnMismatch = Literal["stop", "recompute"]
-Sync = Literal["full", "delta"]
-DecodeGraphs = Literal["auto"] | bool
-
 _UNIFIED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.is_unified)
 _SCALED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.has_granularity)
 _SMOOTHED = " and ".join(f"{mode.smoothing:g} for `{name}`" for name, mode in MODES.items() if mode.smoothing)
@@ -198,14 +182,14 @@ class Fields:
         DEFAULT, "precision", "; ".join(f"`{name}` {mode.meaning}" for name, mode in MODES.items()),
         option="NAME", help=_words(PRECISIONS), note="; also enables the plugin, like JETRL_ENABLED=1",
     )
-    align: Align | None = setting(
+    align: Literal["exact", "linear"] | None = setting(
         None, "exactness",
         "`exact` makes trainer and rollout bit-equal. `linear` makes only the FP8 linear layers the same (Jet-RL as published); "
         "vLLM then adds tensor-parallel sums in BF16. "
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
-        option="NAME", help=_words(get_args(Align)),
+        option="NAME", help="exact or linear",
     )
-    scale_format: ScaleFormat = setting(
+    scale_format: Literal["pow2", "fp32"] = setting(
         "pow2", "precision", "`pow2` rounds scales up to powers of two; `fp32` does not round them",
     )
     exclude: tuple[str, ...] = setting(
@@ -214,18 +198,18 @@ class Fields:
         "`fnmatch` wildcard stays within one part: `mlp.gate` does not match `mlp.gate_up_proj`",
         form=PATTERNS,
     )
-    on_cut: OnCut = setting(
+    on_cut: Literal["refuse", "bf16"] = setting(
         "refuse", "precision",
         "what to do with layers in which the rollout's tensor parallelism cuts a block of 128: `refuse` stops the run and lists "
         "them; `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no blocks to cut",
     )
-    backend: Backend = setting(
+    backend: Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"] = setting(
         "auto", "exactness",
         "the GEMM backend for FP8 products, the same on both sides. `auto` picks `native` on a CPU with a compiler, "
         "`deep_gemm` or `triton` on Hopper, and otherwise `torch`, the reference. Any other choice that cannot run here "
         "is an error",
     )
-    old_log_probs: OldLogProbs = setting(
+    old_log_probs: Literal["auto", "recompute", "rollout"] = setting(
         "auto", "exactness",
         "where a step's old log-probs come from. `recompute` runs the framework's forward pass; `rollout` skips that pass and "
         "uses the rollout's log-probs. `rollout` needs `align=\"exact\"`, where both are bit-equal; the first update of a step "
@@ -239,21 +223,21 @@ class Fields:
         "with several updates, where only the first update can check the rollout's log-probs",
         note=", a share", joint=True,
     )
-    on_mismatch: OnMismatch = setting(
+    on_mismatch: Literal["stop", "recompute"] = setting(
         "stop", "exactness",
         "what exact mode does when a token's two log-probs differ under the same weights: `stop` ends the run before the update "
         "(in verl's bypass mode after it, because the loss compares them); `recompute` logs an error and computes old log-probs "
         "from then on",
         joint=True,
     )
-    router_replay: RouterReplay = setting(
+    router_replay: Literal["none", "R3"] = setting(
         "none", "exactness",
         "for mixture-of-experts models in verl. With `R3` the trainer sends each token to the experts that the rollout chose, in "
         "the pass for old log-probs and in every update, and weights them by its own logits. It needs an FP8 rollout and does "
         "not work with `align=\"exact\"`, where routes are equal anyway. It also measures routes, as `measure_routes` does",
         joint=True,
     )
-    decode_graphs: DecodeGraphs = setting(
+    decode_graphs: Literal["auto"] | bool = setting(
         "auto", "exactness",
         "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels and "
         "therefore the same bits, with one launch per step. `auto` does so unless the engine's own settings turn graphs off "
@@ -262,13 +246,13 @@ class Fields:
         "it. Ignored on a CPU. Not yet run on a GPU",
         form=AUTO_SWITCH,
     )
-    exact_attention: ExactAttention = setting(
+    exact_attention: Literal["auto", "triton", "flash3"] = setting(
         "auto", "exactness",
         "the attention kernel of both sides in exact mode on a GPU: `triton` is this project's own, `flash3` is the "
         "FlashAttention-3 in vLLM's wheels, in one fixed configuration. `auto` uses `flash3` on a Hopper GPU if a trial finds "
         "that its rows do not depend on the batch, and otherwise `triton`. Ignored on a CPU. Not yet run on a GPU",
     )
-    platform: Platform = setting(
+    platform: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "process",
         "the device of the run: `auto` means `cpu` if the installed vLLM is a CPU build. `cpu` also applies the patches that let "
         "the frameworks run without an accelerator",
@@ -279,7 +263,7 @@ class Fields:
         "for `bf16`, which measures the frameworks as they are. Bugs that keep a run from starting are always fixed",
         form=SWITCH,
     )
-    sync: Sync = setting(
+    sync: Literal["full", "delta"] = setting(
         "full", "sync",
         "what a weight sync sends: `full` sends every tensor; `delta` sends only the bytes that changed since the last completed "
         "sync, unless that would be more. The same digests verify the result. For `delta`, trainer and engine each keep the "
@@ -307,7 +291,7 @@ class Fields:
     monitor_underflow: float = setting(
         0.1, "monitor", "the monitor acts if more than this share of a tensor's values is rounded to zero", note=", a share",
     )
-    monitor_action: MonitorAction = setting(
+    monitor_action: Literal["warn", "stop"] = setting(
         "warn", "monitor",
         "what the monitor does when a figure crosses its threshold: `warn` once per layer and figure, or `stop` the run",
     )
@@ -355,19 +339,19 @@ class Fields:
         "which makes updates larger relative to the quantized weights. `None` means no scaling",
         joint=True,
     )
-    kv_cache: KvCache = setting(
+    kv_cache: Literal["auto", "fp8"] = setting(
         "auto", "rollout",
         "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. With `align=\"exact\"` each token and "
         "head has its own scale, and the trainer rounds its keys and values in the same way",
         joint=True,
     )
-    head_dtype: HeadDtype = setting(
+    head_dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", "precision",
         "dtype in which both sides compute logits: `auto` is the model's dtype; `float32` multiplies the same weights in FP32 "
         "and does not round the logits",
         joint=True,
     )
-    optimizer_states: OptimizerStates = setting(
+    optimizer_states: Literal["fp32", "8bit", "fp8"] = setting(
         "fp32", "optimizer",
         "format of AdamW's two moments: `fp32` leaves them as the framework stores them; `8bit` and `fp8` use torchao's "
         "optimizers, which scale blocks of 256 values and need about a quarter of the memory",

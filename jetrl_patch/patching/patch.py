@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -211,39 +210,30 @@ def _get(owner: Any, name: str, done: str) -> Any:
 
 
 # ---- Hooks on the import of a module, which can be cancelled -------------------------------------
-# ``wrapt`` runs a hook right after the import of its module, and fails the import if the hook fails, but it cannot unregister a
-# hook. Here wrapt gets one dispatcher per module, and a table holds the hooks. Not covered: a module that is removed from
-# ``sys.modules`` and imported again has no hooks.
+# ``wrapt`` runs a hook right after the import of its module, and fails the import if the hook fails. It cannot unregister a hook,
+# so a cancelled one stays there and does nothing. Not covered: a module that is removed from ``sys.modules`` and imported again
+# has no hooks.
 
 Callback = Callable[[ModuleType], None]
-
-_lock = threading.RLock()
-_waiting: dict[str, list[ImportHook]] = {}
-_armed: set[str] = set()
 
 
 class ImportHook:
     """A callback that waits for the import of a module."""
 
-    def __init__(self, module: str, callback: Callback) -> None:
-        self.module = module
-        self.callback = callback
+    def __init__(self, callback: Callback) -> None:
+        self._callback: Callback | None = callback
         self.fired = False
-        self.cancelled = False
 
     def cancel(self) -> None:
         """Drop the callback. A call that was already made is not undone."""
-        with _lock:
-            self.cancelled = True
-            waiting = _waiting.get(self.module, [])
-            if self in waiting:
-                waiting.remove(self)
+        self._callback = None
 
-    def _fire(self, module: ModuleType) -> None:
-        if self.cancelled or self.fired:
-            return
-        self.fired = True
-        self.callback(module)
+    def fire(self, module: ModuleType) -> None:
+        """Call the callback, unless that was done or cancelled."""
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            self.fired = True
+            callback(module)
 
 
 def watch(module: str, callback: Callback) -> ImportHook:
@@ -252,31 +242,16 @@ def watch(module: str, callback: Callback) -> ImportHook:
     Hooks of a module run in the order of registration. An error in a hook propagates from this call, or fails the
     ``import`` statement that ran the hook. Raises PatchError if the module is still being imported: its attributes are not final.
     """
-    hook = ImportHook(module, callback)
+    hook = ImportHook(callback)
     loaded = _finished_module(module)
     if loaded is not None:
-        hook._fire(loaded)
-        return hook
-    with _lock:
-        _waiting.setdefault(module, []).append(hook)
-        arm = module not in _armed
-        _armed.add(module)
-    if arm:
+        hook.fire(loaded)
+    else:
         import wrapt  # not at the top: an unpatched program must load only what it would load anyway
 
-        # if another thread has finished the import in the meantime, wrapt calls the dispatcher at once
-        wrapt.register_post_import_hook(_dispatch, module)
+        # if another thread has finished the import in the meantime, wrapt calls the hook at once
+        wrapt.register_post_import_hook(hook.fire, module)
     return hook
-
-
-def _dispatch(module: ModuleType) -> None:
-    """Run the hooks of a module. wrapt calls this once and drops it, so the next ``watch`` registers it again."""
-    name = module.__name__
-    with _lock:
-        _armed.discard(name)
-        hooks = _waiting.pop(name, [])
-    for hook in hooks:
-        hook._fire(module)
 
 
 def _finished_module(name: str) -> ModuleType | None:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from jetrl_patch import errors, registry, session
+from jetrl_patch import registry, session
 from jetrl_patch.config.environment import without_settings
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.measure.parity import STOCK, Job, standard_error
@@ -128,13 +128,14 @@ def main() -> None:
     """The child process of ``run_mode``."""
     stages, answer = map(Path, sys.argv[1:])
     job: Job = pickle.loads(sys.stdin.buffer.read())
-    result: dict[str, Any]
+    result: Any
     try:
         with stages.open("a", buffering=1, encoding="utf-8") as file:
-            result = {"result": measure(job, Sender(file))}
-    except Exception as error:
-        trace = "" if isinstance(error, JetrlError) else traceback.format_exc()
-        result = {"error": (type(error).__name__, str(error), trace)}
+            result = measure(job, Sender(file))
+    except JetrlError as error:
+        result = error
+    except Exception as error:  # which the parent may be unable to unpickle
+        result = f"{type(error).__name__}: {error}", traceback.format_exc()
     answer.write_bytes(pickle.dumps(result))
 
 
@@ -179,16 +180,15 @@ def run_mode(job: Job, verbose: bool = False, progress: Progress = SILENT) -> di
                 f"the process measuring {job.name} exited with status {child.returncode} and without a "
                 f"result. Run again with --verbose. {tail.decode(errors='replace')}"
             )
-        found: dict[str, Any] = pickle.loads(answer.read_bytes())
-    if "result" in found:
-        return dict(found["result"])
-    kind, text, trace = found["error"]
-    if not trace:
-        error: type[JetrlError] = getattr(errors, kind)
-        raise error(text)
+        found: dict[str, Any] | JetrlError | tuple[str, str] = pickle.loads(answer.read_bytes())
+    if isinstance(found, JetrlError):
+        raise found
+    if isinstance(found, dict):
+        return found
+    text, trace = found
     if verbose:
         raise JetrlError(f"measuring {job.name} failed:\n{trace}")
-    words = " ".join(f"{kind}: {text}".split())
+    words = " ".join(text.split())
     words = words if len(words) <= 240 else f"{words[:237]}..."
     raise JetrlError(f"measuring {job.name} failed: {words.rstrip('.')}. Run again with --verbose for the traceback.")
 
