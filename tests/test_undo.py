@@ -27,7 +27,7 @@ NAMES = [name for name, needs in registry.ADAPTERS.items() if any(map(is_install
 ADAPTERS = [registry.resolve(name) for name in NAMES]
 
 def planned(config):
-    return [found.what for found in plan(config, ADAPTERS).planned]
+    return plan(config, ADAPTERS).planned
 
 def load_all(configs):
     'Import every module that is patched. verl imports its vLLM parts only where a version of vllm is answered.'

@@ -16,8 +16,8 @@ from jetrl_patch.cli import run as launch
 from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG, split
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.native.machine import check_framework, check_python, installed_frameworks, require_torch
-from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.native.machine import check_framework, check_python, require_torch
+from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.progress import Display
 
 if TYPE_CHECKING:
@@ -160,11 +160,10 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
 
 def _status(as_json: bool) -> int:
     """Print what is supported and installed, and what the environment asks for. Returns 1 if a version is unsupported."""
-    here = set(installed_frameworks())
     frameworks = {}
     for name, (required, tested) in SUPPORTED.items():
         found, state = "-", "not installed"
-        if name in here:
+        if is_installed(name):
             found, state = installed_version(name) or "unknown", "ok" if check_framework(name)[0] else "unsupported"
         frameworks[name] = {"required": required, "tested": tested, "found": found, "state": state}
     environment.check_names()

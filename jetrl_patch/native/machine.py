@@ -43,11 +43,6 @@ def check_framework(name: str) -> Check:
     return check_version(name)
 
 
-def installed_frameworks() -> list[str]:
-    """The frameworks of ``_versions.SUPPORTED`` that are installed, in a supported version or not."""
-    return [name for name in SUPPORTED if is_installed(name)]
-
-
 def check_torch() -> Check:
     """Whether torch is installed and can be imported."""
     if not is_installed("torch"):
