@@ -280,12 +280,16 @@ class Monitor:
         elif self.sampled(self.syncs + 1) and not self.sampled(self.syncs):
             self._codes.keep(layer, q_NK, self._most[layer])
 
-    def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights. If only the rollout quantizes them, they are measured on their way through."""
-        rollout, seen = self._rollout, self.sampled(self.syncs) or self.sampled(self.syncs + 1)
+    def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The full weights. If only the rollout quantizes them, they are measured on their way through."""
+        if self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1)):
+            return self._measured(weights, self._rollout)
+        return weights
+
+    def _measured(self, weights: Iterable[tuple[str, Tensor]], rollout: Fp8State) -> Iterator[tuple[str, Tensor]]:
         names = {f"{layer}.weight": layer for layer in self._most}
         for name, weight in weights:
-            if rollout is not None and seen and name in names:
+            if name in names:
                 w_NK = weight.detach().to(torch.bfloat16).contiguous()
                 self.see_weight(names[name], w_NK, *rollout.backend.quantize_weight(w_NK, rollout.scale_format))
             yield name, weight
