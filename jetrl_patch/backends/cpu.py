@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.backends.base import Backend
-from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.backends.quantize import Quantized, ScaleLayout
 from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
 from jetrl_patch.native import ops
 from jetrl_patch.native.build import multiplies_bf16
@@ -18,13 +18,13 @@ class NativeBackend(Backend):
     name = "native"
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return Quantized(*ops.quantize_rows(x_MK, scale_format == "pow2"), "rows", scale_format)
+        return _quantized(x_MK, "rows", scale_format)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return Quantized(*ops.quantize_tokens(x_MK, scale_format == "pow2"), "tokens", scale_format)
+        return _quantized(x_MK, "tokens", scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return Quantized(*ops.quantize_blocks(w_NK.to(torch.bfloat16), scale_format == "pow2"), "blocks", scale_format)
+        return _quantized(w_NK.to(torch.bfloat16), "blocks", scale_format)
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         packed = w.packed if splits == 1 else None
@@ -50,6 +50,10 @@ class NativeBackend(Backend):
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
         return ops.fingerprint(w_NK)
+
+
+def _quantized(x: Tensor, layout: ScaleLayout, scale_format: ScaleFormat) -> Quantized:
+    return Quantized(*ops.quantize(x, layout, scale_format == "pow2"), layout, scale_format)
 
 
 def _exact_dtype(scale_format: ScaleFormat) -> torch.dtype:

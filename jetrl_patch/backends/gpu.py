@@ -248,6 +248,8 @@ class TritonBackend(GpuBackend):
 
     name = "triton"
     blocks = True
+    #: whether few rows use tiles of their own; not after a trial on this machine has found that these give other bits
+    few_rows = True
 
     def quantizers(self, x: Tensor) -> Any:
         return importlib.import_module("jetrl_patch.kernels.quantize")  # never the formulas
@@ -255,19 +257,19 @@ class TritonBackend(GpuBackend):
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         from jetrl_patch.kernels.gemm import fprop
 
-        return fprop(x.q, x.s_rows, w.q, w.s_rows if w.s_blocks is None else w.s_blocks, out_dtype, splits)
+        sw = w.s_rows if w.s_blocks is None else w.s_blocks
+        return fprop(x.q, x.s_rows, w.q, sw, out_dtype, splits, self.few_rows)
 
     def few(self) -> int:
         """The largest M for which one launch quantizes and multiplies."""
-        from jetrl_patch.kernels import gemm, gemm_common
+        from jetrl_patch.kernels import gemm
 
-        return min(gemm.FEW_TOKENS, gemm_common.few_rows())
+        return gemm.FEW_TOKENS if self.few_rows else 0
 
     def give_up_few_rows(self) -> bool:
         """One tile for every number of rows."""
-        from jetrl_patch.kernels import gemm_common
-
-        return gemm_common.give_up_few_rows()
+        had, self.few_rows = self.few_rows, False
+        return had
 
     def compiled_rows(self, most: int) -> Sequence[int]:
         """One batch that the product quantizes itself, and one for each tile of the quantizer and of the product."""

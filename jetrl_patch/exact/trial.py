@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_patch.backends.row_equality import Unequal, Verdict, require_equal
+from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact import dispatch, flash3, kv_cache, ops
 
@@ -158,9 +158,7 @@ class _Trial:
 
 def _tried(call: Callable[[], str]) -> Verdict:
     try:
-        return Verdict(True, call())
-    except Unequal as difference:
-        return Verdict(False, str(difference))
+        return as_verdict(call)()
     except Exception as error:  # a compiler, a library or a driver may raise anything
         return Verdict(False, f"{type(error).__name__}: {error}")
 
@@ -241,24 +239,21 @@ def choose_attention(asked: str, heads: tuple[int, int], head_dim: int, device: 
     Raises:
         ConfigError: the setting names FlashAttention-3, which cannot be used here.
     """
-    chosen = _choose(asked, heads, head_dim, device, page)
+    chosen = ""
+    if device.type != "cpu" and asked != "triton":
+        found = _problem(heads, head_dim, device, page)
+        if not found:
+            chosen = flash3.FLASH3
+            logger.info("jetrl_patch: exact attention by FlashAttention-3, whose rows are equal on this GPU")
+        elif asked == flash3.FLASH3:
+            required = "FlashAttention-3 with rows that do not depend on the batch"
+            fix = "use exact_attention='auto' or 'triton'"
+            raise ConfigError(explain("exact_attention='flash3'", required=required, found=found, fix=fix))
+        else:
+            words = "jetrl_patch: exact attention by the project's Triton kernel; FlashAttention-3 does not serve: %s"
+            logger.info(words, found)
     dispatch.attentions[device.type, head_dim] = chosen
     return chosen
-
-
-def _choose(asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:
-    if device.type == "cpu" or asked == "triton":
-        return ""
-    found = _problem(heads, head_dim, device, page)
-    if not found:
-        logger.info("jetrl_patch: exact attention by FlashAttention-3, whose rows are equal on this GPU")
-        return flash3.FLASH3
-    if asked == flash3.FLASH3:
-        required = "FlashAttention-3 with rows that do not depend on the batch"
-        fix = "use exact_attention='auto' or 'triton'"
-        raise ConfigError(explain("exact_attention='flash3'", required=required, found=found, fix=fix))
-    logger.info("jetrl_patch: exact attention by the project's Triton kernel; FlashAttention-3 does not serve: %s", found)
-    return ""
 
 
 def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:

@@ -144,7 +144,10 @@ def swap_linears(
     if left_alone(modules, scale_format, backend):
         return names
     split = ExpertSplit.of(k_splits, rollout_ep)
-    attach_experts(model, names, scale_format, backend, split if exact else WHOLE, exact)
+    in_fp8 = units(names)
+    for name, module in expert_modules(model).items():
+        count, plain = whole_shape(module.gate_up_proj)[0], None if name in in_fp8 else PlainProducts(exact)
+        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split if exact else WHOLE, plain))
     for name, module in modules.items():
         module.__class__ = Fp8Linear
         module.fp8 = Fp8State(scale_format, backend, k_splits if exact and is_row_parallel(name) else 1)
@@ -167,7 +170,7 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def experts_of(module: Any) -> Experts | None:
-    """The ``Experts`` that ``attach_experts`` gave a module, or None."""
+    """The ``Experts`` that ``swap_linears`` gave a module, or None."""
     return getattr(module, ATTRIBUTE, None)
 
 
@@ -177,8 +180,8 @@ def layers_of(name: str, module: Any) -> list[str]:
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter; under ZeRO-3, that of the whole parameter."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """The shape of a parameter; under ZeRO-3, that of the whole parameter. Empty for None."""
+    return () if parameter is None else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit = WHOLE) -> None:
@@ -189,26 +192,6 @@ def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit =
         split.check(f"the experts of {type(model).__name__}", experts, width)
 
 
-def attach_experts(
-    model: nn.Module,
-    names: Iterable[str],
-    scale_format: ScaleFormat,
-    backend: str,
-    split: ExpertSplit = WHOLE,
-    exact: bool = False,
-) -> None:
-    """Give each module of experts its settings and its cache of quantized weights. Reads no weight.
-
-    Args:
-        names: the FP8 layers. Other experts get BF16 products, with independent rows if ``exact``.
-    """
-    fp8 = units(names)
-    for name, module in expert_modules(model).items():
-        count = whole_shape(module.gate_up_proj)[0]
-        plain = None if name in fp8 else PlainProducts(exact)
-        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split, plain))
-
-
 def _attached(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     for name, module in expert_modules(model).items():
         own = experts_of(module)
@@ -217,7 +200,7 @@ def _attached(model: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
-    """The matrices of all experts in FP8 that ``attach_experts`` has seen, by layer name."""
+    """The matrices of all experts in FP8 that ``swap_linears`` has seen, by layer name."""
     return {f"{name}.{leaf}": matrix for name, own in _attached(model) for leaf, matrix in own.matrices()}
 
 
@@ -345,7 +328,7 @@ def share_of(model: Any, names: Collection[str]) -> Share:
             size = _size(module.gate_up_proj) + _size(module.down_proj)
             used = 2.0 * size * model.config.get_text_config().num_experts_per_tok / whole_shape(module.gate_up_proj)[0]
             quantized = layers_of(name, module)[0] in chosen
-        elif not isinstance(module, nn.Embedding) and _is_matrix(getattr(module, "weight", None)):
+        elif not isinstance(module, nn.Embedding) and len(whole_shape(getattr(module, "weight", None))) == 2:
             size = _size(module.weight)
             used, quantized = 2.0 * size, name in chosen
         else:
@@ -357,10 +340,6 @@ def share_of(model: Any, names: Collection[str]) -> Share:
             fp8_flops += used
     total = sum(_size(parameter) for parameter in model.parameters())
     return Share(fp8_parameters / total, fp8_flops / flops, fp8_flops / (flops - outside))
-
-
-def _is_matrix(weight: Any) -> bool:
-    return weight is not None and len(whole_shape(weight)) == 2
 
 
 def _size(parameter: Any) -> int:

@@ -10,6 +10,7 @@ Shape legend: N output features, K input features, G = ceil(K / 128), n = N / ra
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -169,8 +170,7 @@ class Fp8Gathered(torch.Tensor):
         return f"Fp8Gathered({tuple(self.shape)})"
 
 
-def _plain(shard: Fp8Shard) -> Tensor:
-    return shard.plain
+_plain = operator.attrgetter("plain")
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_patch.backends import Backend
+from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.gpu import written
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
@@ -200,8 +200,6 @@ def compare_experts(
 
 def _compare_products(backend: Backend, x: Quantized, stacks: Stacks, ids_T1: Tensor) -> None:
     """Compare the rows of both grouped products with dense ones, expert by expert."""
-    from jetrl_patch.kernels.gemm import fprop
-
     kernels, experts = backend.grouped(x.q), stacks.down.shape[0]
     plan = kernels.plan(ids_T1, experts)
     ab_PF = kernels.grouped(*x, *stacks.gate_up, plan, tokens=True)[plan.place.long()]
@@ -218,8 +216,7 @@ def _compare_products(backend: Backend, x: Quantized, stacks: Stacks, ids_T1: Te
         )
         for ours, operand, stack, index in products:
             w = Quantized(stack.q[index], stack.s[index], "blocks", stack.scale_format)
-            own = operand.rows(rows)
-            dense = fprop(own.q, own.s, w.q, w.s, ours.dtype)
+            dense = get_backend("triton").gemm(operand.rows(rows), w, ours.dtype)
             where = f"values of an expert with {len(rows)} tokens differ from the dense product"
             require_equal(ours[rows], dense, where)
 

@@ -273,10 +273,8 @@ def merged_tensors(
         if layer not in scaling:
             yield plain, full(tensors[name])
             continue
-        a_RK, b_NR = (full(_only(tensors, f"{layer}.{factor}.")) for factor in ("lora_A", "lora_B"))
+        (a_RK,), (b_NR,) = (
+            [full(tensor) for own, tensor in tensors.items() if own.startswith(f"{layer}.{factor}.")]
+            for factor in ("lora_A", "lora_B")
+        )
         yield plain, merged_weight(full(tensors[name]), a_RK, b_NR, scaling[layer])
-
-
-def _only(tensors: Mapping[str, Any], prefix: str) -> Any:
-    (found,) = (tensor for name, tensor in tensors.items() if name.startswith(prefix))
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,23 +162,18 @@ class Observer:
 
         If there was no forward since then, the previous figures remain.
         """
-        flat = torch.cat([self._of(name) for name in self._norms]) if self._norms else torch.zeros(0)
+        own = (p.device for norm in self._norms.values() for p in norm.parameters() if p.device.type != "meta")
+        device = next(itertools.chain((t.device for t in self._now.values()), own), torch.device("cpu"))
+        zeros = {name: torch.zeros(self._widths[name], device=device) for name in self._norms}
+        flat = torch.cat([torch.zeros(0, device=device), *(zeros | self._now).values()])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if torch.distributed.get_backend() == "nccl":
                 flat = flat.cuda()  # zeros may be on the CPU: no forward yet, and parameters offloaded
             torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX)
-        parts = flat.split([self._widths[name] for name in self._norms]) if self._norms else ()
-        for name, part in zip(self._norms, parts, strict=True):
+        for name, part in zip(self._norms, flat.split([self._widths[name] for name in self._norms]), strict=True):
             if bool((part > 0).any()):
                 self._agreed[name] = part.clone()
         self._now = {}
-
-    def _of(self, name: str) -> Tensor:
-        found = self._now.get(name)
-        if found is None:
-            device = next((t.device for t in self._now.values()), _device(self._norms.values()))
-            return torch.zeros(self._widths[name], device=device)
-        return found
 
     def _hook(self, name: str) -> Any:
         @torch.no_grad()
@@ -191,14 +187,6 @@ class Observer:
             self._now[name] = amax_K if before is None else torch.maximum(before, amax_K)
 
         return hook
-
-
-def _device(modules: Iterable[nn.Module]) -> torch.device:
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.device.type != "meta":
-                return parameter.device
-    return torch.device("cpu")
 
 
 # ---- SmoothQuant without calibration: outliers move from activations into weights, at export only ----
@@ -256,15 +244,11 @@ def smoothed(
         held[name] = weight.detach().to(torch.bfloat16, copy=True)  # the framework may free its tensor
         del weight
         if all(part in held for part in (group.norm, *group.readers)):
-            yield from _smooth(group, held, alpha, seen(group.norm))
+            factor_K = factors(held[group.norm], [held[name] for name in group.readers], seen(group.norm), alpha)
+            for reader in group.readers:
+                yield reader, (held.pop(reader).float() * factor_K).to(torch.bfloat16)
+            yield group.norm, (held.pop(group.norm).float() / factor_K).to(torch.bfloat16)
     yield from held.items()  # incomplete groups: the sync names the missing weights
-
-
-def _smooth(group: Group, held: dict[str, Tensor], alpha: float, seen_K: Tensor | None) -> Iterator[NamedTensor]:
-    factor_K = factors(held[group.norm], [held[name] for name in group.readers], seen_K, alpha)
-    for name in group.readers:
-        yield name, (held.pop(name).float() * factor_K).to(torch.bfloat16)
-    yield group.norm, (held.pop(group.norm).float() / factor_K).to(torch.bfloat16)
 
 
 class Smoother:

@@ -330,57 +330,57 @@ def attention_paged(
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H]. The host does not wait for the GPU."""
-    heads = _check(q_THD, k_cache, v_cache, torch.bfloat16 if scales is None else torch.uint8)
-    if scales is not None and scales[0].stride() != (scales[1].stride(0), heads[0], 1):
+    k_scale, v_scale = scales or (k_cache, v_cache)  # without scales, not read
+    if scales is not None and k_scale.stride() != (v_scale.stride(0), k_cache.shape[2], 1):
         raise ValueError("the scales of the cache must have the same strides and contiguous blocks")
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("k_cache and v_cache must have the same strides and a contiguous last dimension")
-    block, token, head, _ = k_cache.stride()
-    table = _integers("block_table", block_table)
-    k_scale, v_scale = scales or (k_cache, v_cache)  # without scales, not read
-    strides = (block, token, head, k_scale.stride(0), table.stride(0))
-    ends = (_integers("query_start", query_start), _integers("seq_lens", seq_lens), table)
-    return _launch(
-        q_THD, (k_cache, v_cache, k_scale, v_scale), ends, strides, scale, heads, k_cache.shape[1], out, fp8=scales is not None
-    )
+    ends = (("query_start", query_start), ("seq_lens", seq_lens), ("block_table", block_table))
+    strides = (*k_cache.stride()[:3], k_scale.stride(0))
+    kv = (k_cache, v_cache, k_scale, v_scale)
+    return _launch(q_THD, kv, strides, ends, scale, k_cache.shape[1], out, fp8=scales is not None)
 
 
 def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over packed sequences. Returns BF16 [T, H, D] and the log-sum-exp FP32 [T, H]."""
-    heads = _check(q_THD, k_TKD, v_TKD)
     if k_TKD.stride() != v_TKD.stride() or k_TKD.stride(2) != 1:
         k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
-    starts = _integers("cu_seqlens", cu_seqlens)
-    strides = (0, k_TKD.stride(0), k_TKD.stride(1), 0, 0)
-    return _launch(q_THD, (k_TKD, v_TKD, k_TKD, v_TKD), (starts, starts, starts), strides, scale, heads, 0)
+    strides = (0, k_TKD.stride(0), k_TKD.stride(1), 0)
+    return _launch(q_THD, (k_TKD, v_TKD, k_TKD, v_TKD), strides, (("cu_seqlens", cu_seqlens),) * 3, scale)
 
 
 def _launch(
-    q: Tensor, kv: tuple[Tensor, ...], ends: tuple[Tensor, Tensor, Tensor], strides: tuple[int, ...], scale: float,
-    heads: tuple[int, int], size: int, out: Tensor | None = None, fp8: bool = False,
+    q: Tensor, kv: tuple[Tensor, ...], strides: tuple[int, ...], ends: tuple[tuple[str, Tensor], ...], scale: float,
+    size: int = 0, out: Tensor | None = None, fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    T, H, D = q.shape
+    """``ends`` are starts, lengths and table, with their names. Raises TypeError, ValueError, ModelError."""
+    (T, H, D), (k, v, *_), stored = q.shape, kv, torch.uint8 if fp8 else torch.bfloat16
+    wanted = (("q", q, torch.bfloat16), ("k", k, stored), ("v", v, stored), *((*end, torch.int32) for end in ends))
+    for name, t, dtype in wanted:
+        if t.dtype != dtype:
+            raise TypeError(explain(f"attention {name}", required=dtype, found=t.dtype, fix="convert it first"))
+    kv_heads = k.shape[-2]
+    if k.shape != v.shape or k.shape[-1] != D or H % kv_heads:
+        raise ValueError(f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match")
+    check_head_dim(D)
     if q.stride(2) != 1 or q.stride(1) != D:
         q = q.contiguous()
-    check_device(q, *kv, *ends)
+    starts, lengths, table = (t if t.stride(-1) == 1 else t.contiguous() for _, t in ends)
+    check_device(q, *kv, starts, lengths, table)
     if out is None:
         out = torch.empty(T, H, D, dtype=torch.bfloat16, device=q.device)
     elif out.shape != q.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise ValueError(f"attention: out must be contiguous BF16 {[T, H, D]}, found {out.dtype} {list(out.shape)}")
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    kv_heads, per = heads
-    tile = TILES[D]
-    starts, lengths, table = ends
-    sequences = starts.shape[0] - 1
+    tile, sequences = TILES[D], starts.shape[0] - 1
     if not T or not sequences:
         return out, lse
-    blocks = row_blocks(T, per, sequences, tile.rows)
-    context = table.shape[1] * size if size else 0
+    blocks, context = row_blocks(T, H // kv_heads, sequences, tile.rows), table.shape[1] * size if size else 0
     shared = splits(blocks * kv_heads, T, H, D, context)
     into = (out, lse) if shared == 1 else workspace(q, context)
     attention_kernel[(blocks, kv_heads, shared)](
-        q, *kv, *into, *ends, sequences, T, scale * LOG2E, q.stride(0), *strides,
-        KH=kv_heads, PER=per, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=CHUNK, STAGES=tile.stages, SIZE=size,
+        q, *kv, *into, starts, lengths, table, sequences, T, scale * LOG2E, q.stride(0), *strides, table.stride(0) if size else 0,
+        KH=kv_heads, PER=H // kv_heads, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=CHUNK, STAGES=tile.stages, SIZE=size,
         FP8=fp8, SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret,
         num_warps=tile.warps, num_stages=tile.stages, **PINNED,
     )  # fmt: skip
@@ -394,22 +394,3 @@ def check_head_dim(width: int) -> None:
     if width not in HEAD_DIMS:
         required = f"head dimension {' or '.join(map(str, HEAD_DIMS))}"
         raise ModelError(explain("align='exact' on CUDA", required=required, found=width, fix="use align='linear'"))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[int, int]:
-    """Return (key/value heads, query heads per key/value head). Raises TypeError, ValueError, ModelError."""
-    for name, t, dtype in (("q", q, torch.bfloat16), ("k", k, stored), ("v", v, stored)):
-        if t.dtype != dtype:
-            raise TypeError(explain(f"attention {name}", required=dtype, found=t.dtype, fix="convert it first"))
-    H, D = q.shape[-2:]
-    kv_heads = k.shape[-2]
-    if k.shape != v.shape or k.shape[-1] != D or H % kv_heads:
-        raise ValueError(f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match")
-    check_head_dim(D)
-    return kv_heads, H // kv_heads
-
-
-def _integers(name: str, t: Tensor) -> Tensor:
-    if t.dtype != torch.int32:
-        raise TypeError(explain(f"attention {name}", required="torch.int32", found=t.dtype, fix="convert it first"))
-    return t if t.stride(-1) == 1 else t.contiguous()

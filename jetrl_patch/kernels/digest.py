@@ -75,21 +75,16 @@ FIXED = {"ROWS": ROWS, "COLS": COLS, "TILES": TILES, **SALTS}
 _SPECIAL = {torch.bfloat16: 1, torch.float32: 2}
 
 
-class Slots:
-    """Pairs of zeros on a device. Many are cleared in one launch."""
-
-    def __init__(self) -> None:
-        self._free: dict[torch.device, list[Tensor]] = {}
-
-    def take(self, device: torch.device) -> Tensor:
-        """Return int64 zeros [2]. The memory of a block is freed with the last of its slots."""
-        free = self._free.setdefault(device, [])
-        if not free:
-            free.extend(torch.zeros(SLOTS, 2, dtype=torch.int64, device=device).unbind())
-        return free.pop()
+#: the slots of each device that are still zero
+_free: dict[torch.device, list[Tensor]] = {}
 
 
-_slots = Slots()
+def _slot(device: torch.device) -> Tensor:
+    """Int64 zeros [2]. Many are cleared in one launch. The memory of a block is freed with the last of its slots."""
+    free = _free.setdefault(device, [])
+    if not free:
+        free.extend(torch.zeros(SLOTS, 2, dtype=torch.int64, device=device).unbind())
+    return free.pop()
 
 
 def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
@@ -103,7 +98,7 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
     halves = size % 2 == 0
     words = matrix_RC.view(torch.int16 if halves else torch.uint8)
     rows, cols = words.shape
-    out = _slots.take(words.device)
+    out = _slot(words.device)
     grid = (-(-cols // COLS) * -(-rows // (ROWS * TILES)),)
     digest_kernel[grid](
         words, out, rows, cols, words.stride(0), row0, col0 * (size // 2 if halves else size),

@@ -18,7 +18,6 @@ from jetrl_patch.kernels.gemm_common import (
     check_operand,
     converted,
     descriptor,
-    few_rows,
     few_tile_for,
     new_output,
     place,
@@ -79,22 +78,22 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
 
 
 def fprop(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
-) -> Tensor:
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1,
+    few: bool = True,
+) -> Tensor:  # fmt: skip
     """Y [M, N] in BF16 or FP32, as ``backends.quantize.fprop``. Scales may have any strides.
 
     Args:
         sw: scales of W per row [N, G], or per block [ceil(N / 128), G]: the same bits with fewer instructions.
+        few: use tiles of their own for up to 64 rows.
     """
     (M, K), N = q_MK.shape, w_NK.shape[0]
-    if w_NK.shape[1] != K:
-        raise ValueError(f"X {list(q_MK.shape)} and W {list(w_NK.shape)} differ in K")
+    blocks = scaled_in_blocks(q_MK, w_NK, sw)
     check_operand("X", q_MK, s_MG, (M, groups(K)))
     split_width(K, splits)  # raises if that cuts a block
-    blocks = scaled_in_blocks(w_NK, sw)
     y = new_output((M, N), out_dtype, q_MK, s_MG, w_NK, sw)
     if y.numel():
-        tile = few_tile_for(N) if splits == 1 and few_rows() >= M else tile_for(N)
+        tile = few_tile_for(N) if few and splits == 1 and M <= FEW_ROWS else tile_for(N)
         launch(q_MK, s_MG, w_NK, sw, y, tile, blocks, splits)
     return y
 
@@ -174,9 +173,7 @@ def fprop_few(
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if M > ROWS:
         raise ValueError(explain("FProp in one launch", required=f"at most {ROWS} rows", found=M, fix="use quantize_rows"))
-    if w_NK.shape[1] != K:
-        raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
-    blocks = scaled_in_blocks(w_NK, sw)
+    blocks = scaled_in_blocks(x_MK, w_NK, sw)
     y = new_output((M, N), out_dtype, x_MK, w_NK, sw)
     if y.numel() == 0:
         return y

@@ -42,29 +42,15 @@ WIDE_FROM = 8192
 
 
 def tile_for(columns: int) -> Tile:
-    """The tile for this many output columns and more than ``few_rows()`` rows."""
+    """The tile for this many output columns and many rows."""
     return WIDE if columns >= WIDE_FROM else NARROW
 
 
 #: the tiles for up to 64 rows, the widest first: one ``wgmma`` high, with many pipeline stages that load weights early
 FEW_ROWS = 64
 FEW = tuple(Tile(FEW_ROWS, columns, 4, stages, 2) for columns, stages in ((128, 4), (64, 6), (32, 8)))
-#: the largest M that uses them; 0 after a trial on this machine has found that their rows differ from those of other tiles
-_few_rows = FEW_ROWS
 #: number of programs that fill a Hopper GPU (132 SMs). A constant, so that N alone chooses the tile
 FILLED = 120
-
-
-def few_rows() -> int:
-    """The largest M whose products use ``few_tile_for``."""
-    return _few_rows
-
-
-def give_up_few_rows() -> bool:
-    """Use ``tile_for`` for every product of this process from now on. Returns whether this is a change."""
-    global _few_rows
-    had, _few_rows = _few_rows > 0, 0
-    return had
 
 
 def few_tile_for(columns: int, tiles: tuple[Tile, ...] = FEW) -> Tile:
@@ -120,11 +106,6 @@ def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
     return TensorDescriptor(q, [height, width], [pitch, 1], [rows, columns])
 
 
-def box(rows: int, columns: int = BLOCK) -> str:
-    """Triton's type name for a descriptor with this box."""
-    return f"tensordesc<fp8e4nv[{rows},{columns}]>"
-
-
 def programs(device: torch.device, tiles: int, per_sm: int) -> tuple[int]:
     """The grid: as many persistent programs as run at the same time. Each of n programs computes every n-th tile."""
     return (min(tiles, per_sm * _multiprocessors(device)),)
@@ -152,9 +133,11 @@ def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int])
         raise ValueError(f"{name}: the matrix is on {q.device}, its scales on {s.device}")
 
 
-def scaled_in_blocks(w_NK: Tensor, sw: Tensor) -> bool:
-    """Whether the scales of W are per block, [ceil(N / 128), G], not per row, [N, G]. Checks them as ``check_operand`` does."""
+def scaled_in_blocks(x_MK: Tensor, w_NK: Tensor, sw: Tensor) -> bool:
+    """Whether the scales of W are per block, [ceil(N / 128), G], not per row, [N, G]. Checks them, and that X and W share K."""
     N, K = w_NK.shape
+    if x_MK.shape[1] != K:
+        raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
     blocks = sw.shape[0] == groups(N) != N
     check_operand("W", w_NK, sw, (groups(N) if blocks else N, groups(K)))
     return blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -90,36 +90,33 @@ def rmsnorm_quantize_rows(
         keep: also return the BF16 result.
         columns: as for ``quantize_rows``.
     """
-    check_input("x", x_MK)
-    M, K = x_MK.shape
-    check_width(K)
-    _check_weight(weight_K, x_MK)
-    fixed, (q, s) = options(x_MK, scale_format), new_rows(x_MK, M, K, columns)
+    (M, K), (q, s, fixed) = x_MK.shape, _prepared(x_MK, weight_K, eps, scale_format, columns)
     rstd = torch.empty(M, dtype=torch.float32, device=x_MK.device)
     y = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if keep else None
     if q.numel():
-        covering = triton.next_power_of_2(groups(K))
         rmsnorm_rows_kernel[(M,)](
-            x_MK, weight_K, q, s, x_MK if y is None else y, rstd, M, K, x_MK.stride(0), *s.stride(),
-            EPS=float(eps), GROUPS=covering, KEEP=keep, num_warps=warps_for(covering), **fixed,
-        )  # fmt: skip
+            x_MK, weight_K, q, s, x_MK if y is None else y, rstd, M, K, x_MK.stride(0), *s.stride(), KEEP=keep, **fixed
+        )
     return Normed(q.view(FP8), s, rstd, y)
 
 
-def check_width(K: int) -> None:
-    """Raise ValueError for a row that no program can hold."""
+def _prepared(
+    x_MK: Tensor, weight_K: Tensor, eps: float, scale_format: ScaleFormat, columns: bool
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Check x and the weight. Returns the tensors for bytes and scales, and the constants and options of the kernels."""
+    check_input("x", x_MK)
+    (M, K), device = x_MK.shape, x_MK.device
     if K > WIDEST:
         fix = "call rms_norm and quantize_rows"
         raise ValueError(explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix=fix))
-
-
-def _check_weight(weight_K: Tensor, x_MK: Tensor) -> None:
-    K, device = x_MK.shape[1], x_MK.device
     right = weight_K.shape == (K,) and weight_K.dtype == torch.bfloat16 and weight_K.device == device
     if not right or not weight_K.is_contiguous():
         required = f"contiguous torch.bfloat16 [{K}] on {device}"
         found = f"{weight_K.dtype} {list(weight_K.shape)} on {weight_K.device}"
         raise ValueError(explain("RMSNorm's weight", required=required, found=found, fix="convert it first"))
+    covering = triton.next_power_of_2(groups(K))
+    fixed = {"EPS": float(eps), "GROUPS": covering, "num_warps": warps_for(covering), **options(x_MK, scale_format)}
+    return *new_rows(x_MK, M, K, columns), fixed
 
 
 def warps_for(covering: int) -> int:
@@ -220,24 +217,19 @@ def norm_quantize_rows(
         weight_K: BF16 [K], contiguous.
         columns: as for ``quantize_rows``.
     """
-    check_input("x", x_MK)
-    M, K = x_MK.shape
-    check_width(K)
+    (M, K), (q, s, fixed) = x_MK.shape, _prepared(x_MK, weight_K, eps, scale_format, columns)
+    add, other = residual_MK is not None, x_MK if residual_MK is None else residual_MK
     if residual_MK is not None:
         check_input("residual", residual_MK)
         check_device(x_MK, residual_MK)
         if residual_MK.shape != (M, K):
             fix, found = "pass it in the shape of x", list(residual_MK.shape)
             raise ValueError(explain("RMSNorm's residual", required=f"shape [{M}, {K}]", found=found, fix=fix))
-    _check_weight(weight_K, x_MK)
-    fixed, (q, s) = options(x_MK, scale_format), new_rows(x_MK, M, K, columns)
-    add = residual_MK is not None
     total = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if add else None
     if q.numel():
-        covering, other = triton.next_power_of_2(groups(K)), x_MK if residual_MK is None else residual_MK
         norm_rows_kernel[(M,)](
             x_MK, other, weight_K, q, s, x_MK if total is None else total, K, x_MK.stride(0), other.stride(0), *s.stride(),
-            EPS=float(eps), GROUPS=covering, ADD=add, num_warps=warps_for(covering), **fixed,
+            ADD=add, **fixed,
         )  # fmt: skip
     return NormedRows(q.view(FP8), s, total)
 

@@ -154,18 +154,16 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
     A stack [S, N, K] takes one launch: each matrix has its own blocks, FP32 [S, ceil(N / 128), G].
     """
-    q, s, _ = _weight(w_NK, scale_format, transposed=False)
-    return q, s
+    return _weight(w_NK, scale_format, transposed=False)[:2]
 
 
 def quantize_weight_transposed(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
     """``quantize_weight``, and ``gemm_backward.transposed`` of its bytes, e4m3 [K, N], from one read of W."""
-    q, s, qt = _weight(w_NK, scale_format, transposed=True)
-    return q, s, qt[..., : w_NK.shape[-2]]
+    return _weight(w_NK, scale_format, transposed=True)
 
 
 def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """With ``transposed``, the third tensor is W^T in rows of ``pitch`` bytes; otherwise it is W."""
+    """With ``transposed``, the third tensor is W^T, in rows of ``pitch`` bytes."""
     *stack, N, K = w_NK.shape
     w_RK = w_NK.flatten(0, 1) if stack else w_NK
     check_input("weight", w_RK, torch.bfloat16, torch.float32)
@@ -178,7 +176,7 @@ def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[
         weight_kernel[(s.numel(),)](
             w_RK, q, s, qt, N, K, w_RK.stride(0), pitch, TRANSPOSED=transposed, num_warps=WEIGHT_WARPS[transposed], **fixed
         )
-    return q.view(FP8), s, qt.view(FP8)
+    return q.view(FP8), s, qt.view(FP8)[..., :N]
 
 
 # ---- Requantize a saved FP8 activation in groups of 128 tokens: WGrad's operand, without the BF16 values in memory

@@ -83,15 +83,6 @@ def silu_mul_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + m.to(tl.int64)[:, None] * K + k[None, :], rounded(tile), mask=(m < M)[:, None] & (k < K)[None, :])
 
 
-def _gate_and_up(gate_MK: Tensor, up_MK: Tensor) -> None:
-    check_input("gate", gate_MK)
-    check_input("up", up_MK)
-    if gate_MK.shape != up_MK.shape or gate_MK.device != up_MK.device:
-        required = "gate and up with the same shape and device"
-        found = f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}"
-        raise ValueError(explain("SiLU * up", required=required, found=found, fix="pass both halves of one projection"))
-
-
 class Multiplied(NamedTuple):
     """Output of SiLU * up: e4m3 [M, K], FP32 scales [M, G], and the BF16 result [M, K] if requested."""
 
@@ -109,7 +100,12 @@ def silu_mul_quantize_rows(
         columns: as for ``quantize_rows``.
         keep: also return the BF16 result.
     """
-    _gate_and_up(gate_MK, up_MK)
+    check_input("gate", gate_MK)
+    check_input("up", up_MK)
+    if gate_MK.shape != up_MK.shape or gate_MK.device != up_MK.device:
+        required = "gate and up with the same shape and device"
+        found = f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}"
+        raise ValueError(explain("SiLU * up", required=required, found=found, fix="pass both halves of one projection"))
     fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
     q, s = new_rows(gate_MK, M, K, columns)
     y = torch.empty_like(gate_MK, memory_format=torch.contiguous_format) if keep else None
@@ -247,9 +243,5 @@ def silu_mul_backward_both(
             gate_MK, up_MK, dy_MK, *made[0], *made[1], M, K, gate_MK.stride(0), up_MK.stride(0), dy_MK.stride(0), *s.stride(),
             qt.stride(0), num_warps=BOTH_WARPS, **fixed,
         )  # fmt: skip
-    (dgate, *gates), (dup, *ups) = made
-    return (dgate, _as_fp8(*gates)), (dup, _as_fp8(*ups))
-
-
-def _as_fp8(q: Tensor, s: Tensor, qt: Tensor, st: Tensor) -> Bytes:
-    return q.view(FP8), s, qt.view(FP8), st
+    gate, up = ((dx, (q.view(FP8), s, qt.view(FP8), st)) for dx, q, s, qt, st in made)
+    return gate, up

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from jetrl_patch.models.family import GATE_UP, QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
@@ -20,11 +21,14 @@ __all__ = [
 _DENSE = "vLLM does not say which layers it merges in a dense block"
 #: keys of config.json that can leave some blocks of a mixture without experts -> values with which all blocks have experts
 DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
+_ALL_BLOCKS = tuple(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items())
+_NO_OUTPUT_BIAS = Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")
 _NO_BIAS = "the model in transformers has no such bias"
 _NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
 _ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
-_NOT_TIED = "vLLM gives lm_head a weight of its own"
+_NO_WINDOW = Setting("sliding_window", (None,), WINDOW)
+_NOT_TIED = Setting("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")
 _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
 #: for every family with experts
 _BEFORE_ATTENTION = {"input_layernorm": READERS["input_layernorm"]}
@@ -46,6 +50,7 @@ _STATE = "its gated delta nets, whose states pass from token to token, have no o
 _ONE_PLUS = "its norms multiply by 1 + weight"
 _DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
 #: for the family with latent attention
+_IN_PARTS = "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared"
 _always = functools.partial(Setting, everywhere=True)
 _NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
 _LATENT = (
@@ -53,7 +58,7 @@ _LATENT = (
     _always("topk_method", ("noaux_tc",), "vLLM corrects no scores otherwise", "set it in config.json", needed=True),
     _always("moe_layer_freq", (1,), "in the trainer all blocks after the first dense ones have experts"),
     _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
-    _always("tie_word_embeddings", (False,), _NOT_TIED),
+    replace(_NOT_TIED, everywhere=True),
     _always("rope_interleave", (True,), "vLLM always rotates neighbouring numbers of a head"),
     _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM treats every other type as YaRN"),
     _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
@@ -71,32 +76,28 @@ _OUT = {"linear_attn.out_proj": "delta net"}
 LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron", "veomni"), "it has no record"))
 
 
+def _family(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
+    """A record with ``settings`` in addition to those of every family."""
+    return Family(model_type, classes, title, settings=(*SETTINGS, *settings), **fields)
+
+
 def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
-    common: dict[str, Any] = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture()}
-    common |= {"uncovered": _EXPERTS | _NOT_VEOMNI, "settings": (*SETTINGS, *settings)}
-    return Family(model_type, classes, title, **common | fields)
+    common = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture(), "uncovered": _EXPERTS | _NOT_VEOMNI}
+    return _family(model_type, classes, title, *settings, **common | fields)
 
 
 _RECORDS = (
     Family("qwen2", "Qwen2", "Qwen2/2.5"),
-    Family(
-        "qwen3",
-        "Qwen3",
-        "Qwen3",
-        settings=(*SETTINGS, Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")),
-    ),
+    _family("qwen3", "Qwen3", "Qwen3", _NO_OUTPUT_BIAS),
     Family("llama", "Llama", "Llama"),
-    Family(
+    _family(
         "mistral",
         "Mistral",
         "Mistral",
+        _NO_WINDOW,
+        *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
+        Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
         uncovered=_ONLY_TRANSFORMERS,
-        settings=(
-            *SETTINGS,
-            Setting("sliding_window", (None,), WINDOW),
-            *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
-            Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
-        ),
     ),
     Family(
         "phi3",
@@ -110,41 +111,35 @@ _RECORDS = (
             **_ONLY_TRANSFORMERS,
         },
     ),
-    Family(
+    _family(
         "seed_oss",
         "SeedOss",
         "Seed-OSS",
+        Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
+        Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
+        Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
+        Setting("is_causal", (True,), "the shared attention is causal"),
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
-        settings=(
-            *SETTINGS,
-            Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
-            Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
-            Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
-            Setting("is_causal", (True,), "the shared attention is causal"),
-        ),
     ),
     Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_ONLY_TRANSFORMERS, rollout="transformers"),
-    Family(
+    _family(
         "granite",
         "Granite",
         "Granite",
+        Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
+        Setting("attention_sinks", (False,), "the shared attention has no sinks"),
+        Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
+        Setting("logit_scale", (1,), "the trainer divides by logits_scaling alone"),
+        Setting("bias", (False,), _NO_BIAS),
         uncovered=_ONLY_TRANSFORMERS,
-        settings=(
-            *SETTINGS,
-            Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
-            Setting("attention_sinks", (False,), "the shared attention has no sinks"),
-            Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
-            Setting("logit_scale", (1,), "the trainer divides by logits_scaling alone"),
-            Setting("bias", (False,), _NO_BIAS),
-        ),
         logits_divisor="logits_scaling",
     ),
     _with_experts(
         "qwen3_moe",
         "Qwen3Moe",
         "Qwen3-MoE",
-        Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
-        *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
+        _NO_OUTPUT_BIAS,
+        *_ALL_BLOCKS,
         merged=(QKV,),
         uncovered=_EXPERTS,
     ),
@@ -156,7 +151,7 @@ _RECORDS = (
         Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
         Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
         Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
-        Setting("tie_word_embeddings", (False,), _NOT_TIED),
+        _NOT_TIED,
         merged=(QKV,),
     ),
     _with_experts(
@@ -170,7 +165,7 @@ _RECORDS = (
         "mixtral",
         "Mixtral",
         "Mixtral",
-        Setting("sliding_window", (None,), WINDOW),
+        _NO_WINDOW,
         Setting("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
         merged=(QKV,),
         stored={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
@@ -179,7 +174,7 @@ _RECORDS = (
         "glm4_moe",
         "Glm4Moe",
         "GLM-4-MoE",
-        Setting("tie_word_embeddings", (False,), _NOT_TIED),
+        _NOT_TIED,
         row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
         mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
         partial_rotary=True,
@@ -196,11 +191,7 @@ _RECORDS = (
         },
         merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
         row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
-        uncovered={
-            **_EXPERTS,
-            **_NOT_VEOMNI,
-            "exact": "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared",
-        },
+        uncovered={**_EXPERTS, **_NOT_VEOMNI, "exact": _IN_PARTS},
         mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),
@@ -241,7 +232,7 @@ _RECORDS = (
         "qwen3_vl_moe",
         "Qwen3VLMoe",
         "Qwen3-VL-MoE",
-        *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
+        *_ALL_BLOCKS,
         merged=(QKV,),
         uncovered=_EXPERTS | _VISION,
         text="Text",

@@ -54,26 +54,13 @@ def _checked(status: int) -> None:
         raise MemoryError("The native kernels could not allocate scratch memory. Use shorter sequences or smaller batches.")
 
 
-def quantize_rows(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize BF16 [M, K] in 1x128 groups along K. Returns e4m3 [M, K] and FP32 scales [M, G]."""
-    return _quantized("rows", x_MK, "x", (x_MK.shape[0], groups(x_MK.shape[1])), pow2)
-
-
-def quantize_tokens(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize BF16 [M, K] in 128x1 groups along M. Returns e4m3 [M, K] and FP32 scales [ceil(M/128), K]."""
-    return _quantized("tokens", x_MK, "x", (groups(x_MK.shape[0]), x_MK.shape[1]), pow2)
-
-
-def quantize_blocks(w_NK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize BF16 [N, K] in 128x128 blocks. Returns e4m3 [N, K] and FP32 scales [ceil(N/128), G]."""
-    return _quantized("blocks", w_NK, "w", (groups(w_NK.shape[0]), groups(w_NK.shape[1])), pow2)
-
-
-def _quantized(kind: str, x_MK: Tensor, name: str, scales: tuple[int, int], pow2: bool) -> tuple[Tensor, Tensor]:
-    x_MK = _rows(x_MK, _BF16, name)
+def quantize(x_MK: Tensor, layout: str, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Quantize BF16 [M, K] to e4m3 [M, K] and FP32 scales, in layout "rows", "tokens" or "blocks" of ``backends.quantize``."""
+    x_MK = _rows(x_MK, _BF16, "w" if layout == "blocks" else "x")
     M, K = x_MK.shape
+    scales = {"rows": (M, groups(K)), "tokens": (groups(M), K), "blocks": (groups(M), groups(K))}[layout]
     q_MK, s = torch.empty(M, K, dtype=FP8), torch.empty(scales, dtype=torch.float32)
-    _call(f"jetrl_quantize_{kind}", x_MK, x_MK.stride(0), M, K, pow2, q_MK, s, _threads(M * K))
+    _call(f"jetrl_quantize_{layout}", x_MK, x_MK.stride(0), M, K, pow2, q_MK, s, _threads(M * K))
     return q_MK, s
 
 

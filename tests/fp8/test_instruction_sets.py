@@ -122,13 +122,13 @@ def test_quantizers(rows: int, width: int, pow2: bool) -> None:
     for special in (None, float("nan"), 1e-39):
         if special is not None:
             x[-1, -1] = special
-        for quantize in (ops.quantize_rows, ops.quantize_tokens, ops.quantize_blocks):
-            same(lambda quantize=quantize: quantize(x, pow2))
+        for layout in ("rows", "tokens", "blocks"):
+            same(lambda layout=layout: ops.quantize(x, layout, pow2))
 
 
 def test_every_bf16_value_is_quantized_alike() -> None:
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).view(-1, 128)
-    same(lambda: (*ops.quantize_rows(x, True), *ops.quantize_rows(x, False)))
+    same(lambda: (*ops.quantize(x, "rows", True), *ops.quantize(x, "rows", False)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

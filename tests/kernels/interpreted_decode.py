@@ -13,6 +13,7 @@ from benchmarks.hopper import kernels
 from benchmarks.shapes import Model
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends import quantize as reference
+from jetrl_patch.backends.gpu import TritonBackend
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import DECODED, compare_rows
 from jetrl_patch.kernels import gemm, gemm_common, quantize
@@ -88,8 +89,7 @@ def test_the_backend_takes_it_for_few_rows_alone(monkeypatch):
 
 def test_what_a_trial_refuses_is_given_up(monkeypatch):
     """From then on few rows take the tile of many."""
-    monkeypatch.setattr(gemm_common, "_few_rows", gemm_common.FEW_ROWS)
-    backend, x = get_backend("triton"), data("wide", (3, 256))
+    backend, x = TritonBackend(), data("wide", (3, 256))
     w = Quantized(*weight(64, 256, "pow2"), "rows", "pow2")
     expected, taken = backend.fprop(x, w), []
     assert backend.give_up_few_rows() and not backend.give_up_few_rows() and backend.few() == 0

@@ -21,9 +21,15 @@ from jetrl_patch.kernels import (
 from jetrl_patch.kernels.common import COMPILER
 from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.kernels.gemm_backward import HEIGHT, SIDE, STAGES, WGRAD_WARPS
-from jetrl_patch.kernels.gemm_common import FEW, NARROW, PINNED, WIDE, Tile, box
+from jetrl_patch.kernels.gemm_common import FEW, NARROW, PINNED, WIDE, Tile
 
 from .aot import Spec
+
+
+def box(rows: int, columns: int = BLOCK) -> str:
+    """Triton's type name for a TMA descriptor with this box."""
+    return f"tensordesc<fp8e4nv[{rows},{columns}]>"
+
 
 # ---- attention -----------------------------------------------------------------------------------
 
