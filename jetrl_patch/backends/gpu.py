@@ -77,10 +77,6 @@ class GpuBackend(Backend):
         q, s = kernels.quantize_rows(x_MK, scale_format, columns=self.columns)
         return Quantized(q, s, "rows", scale_format)
 
-    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        q, s = (self.quantizers(x_MK) or quantize).quantize_tokens(x_MK, scale_format)
-        return Quantized(q, s, "tokens", scale_format)
-
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
         """Also of a stack [S, N, K] where the kernels run."""
         kernels = self.quantizers(w_NK)
@@ -104,7 +100,7 @@ class GpuBackend(Backend):
         """As ``quantize_tokens``, but in WGrad's layout: e4m3 [K, M], with M zero-padded to whole groups."""
         kernels = self.quantizers(x_MK)
         if kernels is not None:
-            q_KM, s_GK = kernels.quantize_tokens(x_MK, scale_format, transposed=True)
+            q_KM, s_GK = kernels.quantize_transposed(x_MK, scale_format)
         else:
             x_KM = F.pad(x_MK.t(), (0, groups(x_MK.shape[0]) * BLOCK - x_MK.shape[0]))
             q_KM, s_KG = quantize.quantize_activation(x_KM.contiguous(), scale_format)

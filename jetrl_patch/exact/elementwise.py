@@ -207,15 +207,15 @@ def rope_frequencies(hf_config: Any) -> Tensor:
     return torch.where(medium, smoothed, scaled)
 
 
-def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+def rotary_table(inv_freq: Tensor, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin of position * inv_freq, BF16 [positions, D/2].
 
     The angle is Hugging Face's FP32 product. Its cosine is computed in FP64: the last bit may depend on how a vectorized loop
-    splits the table, but cannot affect the rounding to BF16. ``scaling`` is the ``attention_scaling`` of the rope type.
+    splits the table, but cannot affect the rounding to BF16.
     """
     p = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
     angle = (p[:, None] * inv_freq.float()[None, :]).double()
-    return (angle.cos() * scaling).float().to(torch.bfloat16), (angle.sin() * scaling).float().to(torch.bfloat16)
+    return angle.cos().float().to(torch.bfloat16), angle.sin().float().to(torch.bfloat16)
 
 
 def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:

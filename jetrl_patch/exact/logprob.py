@@ -189,21 +189,27 @@ class _InBlocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, top, top_log_prob = ctx.saved_tensors
-        found = logits if ctx.reuse else torch.empty_like(logits)
-        if top is None:
-            _by_autograd(ctx, logits, labels, grad_outputs[0], found)
-        else:
-            _by_kernel(ctx, logits, labels, grad_outputs[0], (top, top_log_prob), found)
+        dy, found = grad_outputs[0], logits if ctx.reuse else torch.empty_like(logits)
+        if top is not None:
+            from jetrl_patch.kernels.head import log_prob_backward
+
+            given = torch.as_tensor(ctx.temperature, dtype=torch.float32, device=logits.device).reshape(-1)
+            if ctx.edit is None:
+                log_prob_backward(logits, labels, dy, top, top_log_prob, given, found)
+                if ctx.reuse:
+                    increment_version(found)
+                return found, None, None, None, None
+        for part in _blocks(logits):
+            block = logits[part].detach().requires_grad_()
+            with torch.enable_grad():
+                x = _edited(block, ctx.edit, part)
+                y = x.contiguous() if top is not None else pick(_log_probs(x, ctx.temperature, part), labels[part])
+            gradient = dy[part]
+            if top is not None:  # of the edited logits, by the kernel; then through the edit's own gradient
+                gradient, t = torch.empty_like(y), given if given.numel() == 1 else given[part]
+                log_prob_backward(y.detach(), labels[part], dy[part], top[part], top_log_prob[part], t, gradient)
+            (found[part],) = torch.autograd.grad(y, block, gradient)
         return found, None, None, None, None
-
-
-def _by_autograd(ctx: Any, logits: Tensor, labels: Tensor, dy: Tensor, found: Tensor) -> None:
-    for part in _blocks(logits):
-        block = logits[part].detach().requires_grad_()
-        with torch.enable_grad():
-            y = pick(_log_probs(_edited(block, ctx.edit, part), ctx.temperature, part), labels[part])
-        (gradient,) = torch.autograd.grad(y, block, dy[part])
-        found[part] = gradient
 
 
 def _kernel_takes(logits: Tensor) -> bool:
@@ -212,29 +218,6 @@ def _kernel_takes(logits: Tensor) -> bool:
     from jetrl_patch.kernels.head import DTYPES
 
     return logits.dtype in DTYPES and logits.stride(1) == 1
-
-
-def _by_kernel(
-    ctx: Any, logits: Tensor, labels: Tensor, dy: Tensor, tops: tuple[Tensor, Tensor], found: Tensor
-) -> None:
-    """All rows at once. With an edit, block by block, each through the edit's own gradient."""
-    from jetrl_patch.kernels.head import log_prob_backward
-
-    top, top_log_prob = tops
-    given = torch.as_tensor(ctx.temperature, dtype=torch.float32, device=logits.device).reshape(-1)
-    if ctx.edit is None:
-        log_prob_backward(logits, labels, dy, top, top_log_prob, given, found)
-        if ctx.reuse:
-            increment_version(found)
-        return
-    for part in _blocks(logits):
-        block = logits[part].detach().requires_grad_()
-        with torch.enable_grad():
-            x = _edited(block, ctx.edit, part).contiguous()
-        dx = torch.empty_like(x)
-        t = given if given.numel() == 1 else given[part]
-        log_prob_backward(x.detach(), labels[part], dy[part], top[part], top_log_prob[part], t, dx)
-        (found[part],) = torch.autograd.grad(x, block, dx)
 
 
 # ---- Log-probs and entropy from hidden states, a few rows at a time: the logits of a whole batch never exist

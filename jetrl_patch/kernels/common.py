@@ -139,21 +139,15 @@ def store_rows(x, q, s, m, g, M, K, s_m, s_g, POW2: tl.constexpr, HARDWARE: tl.c
 
 
 @triton.jit
-def store_tokens(  # type: ignore[no-untyped-def]
-    x, q, s, g, k, M, K, pitch, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Quantize and store a tile [128 tokens, columns] (FP32, zero outside) of group ``g``, with one scale per column.
+def store_tokens(x, q, s, g, k, K, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Quantize a tile [128 tokens, columns] (FP32, zero outside) of group ``g``, with one scale per column. Store its transpose.
 
-    With TRANSPOSED, ``pitch`` is the length of a row of q, and tokens past M are zero.
+    ``pitch`` is the length of a row of q.
     """
     codes, scale = quantized(x, tl.max(magnitude(x), 0, keep_dims=True), POW2, HARDWARE)
     m = g * 128 + tl.arange(0, 128)
-    if TRANSPOSED:
-        at = q + k.to(tl.int64)[:, None] * pitch + m[None, :]
-        tl.store(at, tl.trans(codes), mask=(k < K)[:, None] & (m < pitch)[None, :])
-    else:
-        at = q + m.to(tl.int64)[:, None] * pitch + k[None, :]
-        tl.store(at, codes, mask=(m < M)[:, None] & (k < K)[None, :])
+    at = q + k.to(tl.int64)[:, None] * pitch + m[None, :]
+    tl.store(at, tl.trans(codes), mask=(k < K)[:, None] & (m < pitch)[None, :])
     tl.store(s + g.to(tl.int64) * K + k[None, :], scale, mask=(k < K)[None, :])
 
 
@@ -184,7 +178,7 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
     check_device(x)
 
 
-def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
+def options(scale_format: ScaleFormat) -> dict[str, Any]:
     """The constants and compiler options of all quantizer kernels. Raises ValueError for an unknown format."""
     if scale_format not in get_args(ScaleFormat):
         known = " or ".join(get_args(ScaleFormat))
@@ -200,8 +194,7 @@ def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, 
     return q, torch.empty(M, G, dtype=torch.float32, device=x.device)
 
 
-def new_tokens(x: Tensor, M: int, K: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Allocate uint8 [M, K], or [K, M rounded up to whole groups], and FP32 [ceil(M / 128), K]."""
+def new_tokens(x: Tensor, M: int, K: int) -> tuple[Tensor, Tensor]:
+    """Allocate uint8 [K, M rounded up to whole groups] and FP32 [ceil(M / 128), K]."""
     s = torch.empty(groups(M), K, dtype=torch.float32, device=x.device)
-    shape = (K, groups(M) * BLOCK) if transposed else (M, K)
-    return torch.empty(shape, dtype=torch.uint8, device=x.device), s
+    return torch.empty(K, groups(M) * BLOCK, dtype=torch.uint8, device=x.device), s

@@ -183,6 +183,6 @@ def fprop_few(
     decode_kernel[grid](
         x_MK, descriptor(w_NK, tile.columns), sw, y, M, N, K, x_MK.stride(0), *sw.stride(), grid[0],
         BLOCKS=blocks, ROWS=ROWS, COLUMNS=tile.columns, STAGES=stages, num_warps=tile.warps, num_stages=stages,
-        **options(x_MK, scale_format),
+        **options(scale_format),
     )  # fmt: skip
     return y

@@ -92,8 +92,8 @@ def converted(x, like):  # type: ignore[no-untyped-def]
         return x
 
 
-def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
-    """A TMA descriptor of a row-major e4m3 matrix, read in boxes of [rows, columns]. Elements outside read as 0.
+def descriptor(q: Tensor, rows: int) -> TensorDescriptor:
+    """A TMA descriptor of a row-major e4m3 matrix, read in boxes of [rows, 128]. Elements outside read as 0.
 
     Copies a matrix whose rows do not start at multiples of 16 bytes.
     """
@@ -103,7 +103,7 @@ def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
         padded = torch.empty(height, pitch, dtype=torch.uint8, device=q.device)
         padded[:, :width] = q.view(torch.uint8)
         q = padded.view(FP8)[:, :width]
-    return TensorDescriptor(q, [height, width], [pitch, 1], [rows, columns])
+    return TensorDescriptor(q, [height, width], [pitch, 1], [rows, BLOCK])
 
 
 def programs(device: torch.device, tiles: int, per_sm: int) -> tuple[int]:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.common import bf16_value, decode, options, store_tokens, widened
+from jetrl_patch.kernels.common import bf16_value, decode, new_tokens, options, store_tokens, widened
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_backward import SIDE, STAGES, WGRAD_WARPS, transposed
 from jetrl_patch.kernels.gemm_common import (
@@ -190,7 +190,7 @@ def group_tokens_kernel(  # type: ignore[no-untyped-def]
             tile = bf16_value(weight[:, None] * tile, HARDWARE)
         else:
             tile = widened(tl.load(x + p.to(tl.int64)[:, None] * x_r + n[None, :], mask=inside, other=0.0), HARDWARE)
-        store_tokens(tile, q, s, group, n, 0, W, pitch, True, POW2, HARDWARE)
+        store_tokens(tile, q, s, group, n, W, pitch, POW2, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["E", "s_g"])  # one binary for every batch
@@ -212,7 +212,7 @@ def regroup_kernel(  # type: ignore[no-untyped-def]
         codes = tl.load(x + row[:, None] * x_r + n[None, :], mask=there[:, None] & (n < W)[None, :], other=0)
         scale = tl.load(sx + row * s_r + (n0 // 128) * s_g, mask=there, other=1.0)
         tile = bf16_value(decode(codes, HARDWARE) * scale[:, None], HARDWARE)
-        store_tokens(tile, q, s, group, n, 0, W, pitch, True, POW2, HARDWARE)
+        store_tokens(tile, q, s, group, n, W, pitch, POW2, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["E", "programs"])  # one binary for every batch
@@ -246,15 +246,13 @@ Operand = tuple[Tensor, Tensor]
 def _new(x: Tensor, plan: Plan) -> tuple[Tensor, Tensor, tuple[int]]:
     """Bytes [W, M], scales [M / 128, W], and the grid of the kernel that writes them."""
     bound, W = plan.groups.entries.shape[0], x.shape[1]
-    q = torch.empty(W, bound * BLOCK, dtype=torch.uint8, device=x.device)
-    s = torch.empty(bound, W, dtype=torch.float32, device=x.device)
-    return q, s, (bound * -(-W // SAVED_COLUMNS),)
+    return *new_tokens(x, bound * BLOCK, W), (bound * -(-W // SAVED_COLUMNS),)
 
 
 def group_tokens(x_RW: Tensor, plan: Plan, scale_format: ScaleFormat, weights_Tk: Tensor | None = None) -> Operand:
     """dY^T of BF16 rows: one per position, or with ``weights_Tk`` (FP32, contiguous) one per token, times its weight."""
     check_device(x_RW, plan.order)
-    fixed, (q, s, grid) = options(x_RW, scale_format), _new(x_RW, plan)
+    fixed, (q, s, grid) = options(scale_format), _new(x_RW, plan)
     tokens = weights_Tk is not None
     if q.numel():
         group_tokens_kernel[grid](
@@ -268,7 +266,7 @@ def group_tokens(x_RW: Tensor, plan: Plan, scale_format: ScaleFormat, weights_Tk
 def regroup(q_RW: Tensor, s_RG: Tensor, plan: Plan, scale_format: ScaleFormat, tokens: bool) -> Operand:
     """X^T of saved FP8 rows: one per position, or with ``tokens`` one per token."""
     check_device(q_RW, s_RG, plan.order)
-    fixed, (q, s, grid) = options(q_RW, scale_format), _new(q_RW, plan)
+    fixed, (q, s, grid) = options(scale_format), _new(q_RW, plan)
     if q.numel():
         regroup_kernel[grid](
             q_RW.view(torch.uint8), s_RG, plan.order, *plan.groups, q, s, plan.experts,

@@ -115,7 +115,7 @@ def _prepared(
         found = f"{weight_K.dtype} {list(weight_K.shape)} on {weight_K.device}"
         raise ValueError(explain("RMSNorm's weight", required=required, found=found, fix="convert it first"))
     covering = triton.next_power_of_2(groups(K))
-    fixed = {"EPS": float(eps), "GROUPS": covering, "num_warps": warps_for(covering), **options(x_MK, scale_format)}
+    fixed = {"EPS": float(eps), "GROUPS": covering, "num_warps": warps_for(covering), **options(scale_format)}
     return *new_rows(x_MK, M, K, columns), fixed
 
 

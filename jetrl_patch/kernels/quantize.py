@@ -1,7 +1,7 @@
 """The quantizers of ``backends.quantize`` as bit-equal Triton kernels that read their input once.
 
     rows    1x128 along K     q [M, K]                         s [M, G]
-    tokens  128x1 along M     q [M, K] or transposed [K, M]    s [ceil(M / 128), K]
+    tokens  128x1 along M     q transposed, [K, M]             s [ceil(M / 128), K]
     both    both in one read: DGrad's operand [M, K] and WGrad's [K, M]
     weight  128x128 blocks    q [N, K], also as [K, N]         s [ceil(N / 128), G]
 
@@ -57,14 +57,13 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def tokens_kernel(  # type: ignore[no-untyped-def]
-    x, q, s, M, K, x_m, pitch,
-    COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
+    x, q, s, M, K, x_m, pitch, COLUMNS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
+):
     columns = tl.cdiv(K, COLUMNS)
     g = tl.program_id(0) // columns
     k = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
     tile = load_tile(x, g * 128 + tl.arange(0, 128), k, M, K, x_m, HARDWARE)
-    store_tokens(tile, q, s, g, k, M, K, pitch, TRANSPOSED, POW2, HARDWARE)
+    store_tokens(tile, q, s, g, k, K, pitch, POW2, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
@@ -76,7 +75,7 @@ def both_kernel(  # type: ignore[no-untyped-def]
     m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
     tile = load_tile(x, m, k, M, K, x_m, HARDWARE)
     store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
-    store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
+    store_tokens(tile, qt, st, gm, k, K, pitch, POW2, HARDWARE)
 
 
 @triton.jit
@@ -107,7 +106,7 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
         columns: the scales get strides (1, M rounded up to 4), as the libraries read them, instead of (G, 1).
     """
     check_input("x", x_MK)
-    fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
+    fixed, (M, K) = options(scale_format), x_MK.shape
     q, s = new_rows(x_MK, M, K, columns)
     if q.numel():
         rows, warps = (ROWS, 4) if M > FEW else (FEW_ROWS, 1)
@@ -116,31 +115,27 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
     return q.view(FP8), s
 
 
-def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """As ``backends.quantize.quantize_tokens``: e4m3 [M, K] and FP32 [ceil(M / 128), K].
+def quantize_transposed(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """As ``backends.quantize.quantize_tokens``, in WGrad's layout: e4m3 [K, ceil(M / 128) * 128] and FP32 [ceil(M / 128), K].
 
-    Args:
-        x_MK: BF16 with contiguous rows; any row stride.
-        transposed: write the e4m3 matrix as WGrad reads it: [K, ceil(M / 128) * 128]. Tokens past M are zero.
+    Tokens past M are zero. Rows of BF16 x are contiguous, with any row stride.
     """
     check_input("x", x_MK)
-    fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
-    q, s = new_tokens(x_MK, M, K, transposed)
+    fixed, (M, K) = options(scale_format), x_MK.shape
+    q, s = new_tokens(x_MK, M, K)
     if q.numel():
         grid = (groups(M) * -(-K // COLUMNS),)
-        tokens_kernel[grid](
-            x_MK, q, s, M, K, x_MK.stride(0), q.stride(0), COLUMNS=COLUMNS, TRANSPOSED=transposed, num_warps=4, **fixed
-        )
+        tokens_kernel[grid](x_MK, q, s, M, K, x_MK.stride(0), q.stride(0), COLUMNS=COLUMNS, num_warps=4, **fixed)
     return q.view(FP8), s
 
 
 def quantize_both(
     x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two layouts from one read: (q, s) of ``quantize_rows``, and (q, s) of ``quantize_tokens`` with ``transposed``."""
+    """Two layouts from one read: (q, s) of ``quantize_rows``, and (q, s) of ``quantize_transposed``."""
     check_input("x", x_MK)
-    fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
-    (q, s), (qt, st) = new_rows(x_MK, M, K, columns), new_tokens(x_MK, M, K, True)
+    fixed, (M, K) = options(scale_format), x_MK.shape
+    (q, s), (qt, st) = new_rows(x_MK, M, K, columns), new_tokens(x_MK, M, K)
     if q.numel():
         grid = (groups(M) * groups(K),)
         both_kernel[grid](
@@ -167,7 +162,7 @@ def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[
     *stack, N, K = w_NK.shape
     w_RK = w_NK.flatten(0, 1) if stack else w_NK
     check_input("weight", w_RK, torch.bfloat16, torch.float32)
-    fixed = options(w_RK, scale_format)
+    fixed = options(scale_format)
     q = torch.empty(w_NK.shape, dtype=torch.uint8, device=w_NK.device)
     s = torch.empty(*stack, groups(N), groups(K), dtype=torch.float32, device=w_NK.device)
     pitch = -(-N // ALIGN) * ALIGN
@@ -195,7 +190,7 @@ def requantize_kernel(  # type: ignore[no-untyped-def]
     codes = tl.load(q + row[:, None] * q_m + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
     scale = tl.load(s + row * s_m + (k0 // 128) * s_g, mask=m < M, other=1.0)
     tile = bf16_value(decode(codes, HARDWARE) * scale[:, None], HARDWARE)
-    store_tokens(tile, qt, st, g, k, M, K, pitch, True, POW2, HARDWARE)
+    store_tokens(tile, qt, st, g, k, K, pitch, POW2, HARDWARE)
 
 
 def requantize_tokens(q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -205,12 +200,12 @@ def requantize_tokens(q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat) -> 
         q_MK: contiguous rows; any row stride. s_MG: any strides.
     """
     check_input("activation", q_MK, FP8)
-    fixed, (M, K) = options(q_MK, scale_format), q_MK.shape
+    fixed, (M, K) = options(scale_format), q_MK.shape
     if s_MG.shape != (M, groups(K)) or s_MG.dtype != torch.float32 or s_MG.device != q_MK.device:
         required = f"torch.float32 [{M}, {groups(K)}] on {q_MK.device}"
         found, fix = f"{s_MG.dtype} {list(s_MG.shape)} on {s_MG.device}", "pass the pair that the quantizer returned"
         raise ValueError(explain("the activation's scales", required=required, found=found, fix=fix))
-    qt, st = new_tokens(q_MK, M, K, True)
+    qt, st = new_tokens(q_MK, M, K)
     if qt.numel():
         grid = (groups(M) * -(-K // COLUMNS),)
         requantize_kernel[grid](

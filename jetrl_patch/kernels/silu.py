@@ -106,7 +106,7 @@ def silu_mul_quantize_rows(
         required = "gate and up with the same shape and device"
         found = f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}"
         raise ValueError(explain("SiLU * up", required=required, found=found, fix="pass both halves of one projection"))
-    fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
+    fixed, (M, K) = options(scale_format), gate_MK.shape
     q, s = new_rows(gate_MK, M, K, columns)
     y = torch.empty_like(gate_MK, memory_format=torch.contiguous_format) if keep else None
     if q.numel():
@@ -170,7 +170,7 @@ def _store_both(x, y, q, s, qt, st, gm, gk, M, K, s_m, s_g, pitch, POW2: tl.cons
     tl.store(y + m.to(tl.int64)[:, None] * K + k[None, :], rounded(x), mask=(m < M)[:, None] & (k < K)[None, :])
     tile = bf16_value(x, HARDWARE)
     store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
-    store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
+    store_tokens(tile, qt, st, gm, k, K, pitch, POW2, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
@@ -231,10 +231,10 @@ def silu_mul_backward_both(
     """
     gate_MK, up_MK, dy_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_MK, up_MK, dy_MK))
     check_device(gate_MK, up_MK, dy_MK)
-    fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
+    fixed, (M, K) = options(scale_format), gate_MK.shape
     made = [
         (torch.empty(M, K, dtype=torch.bfloat16, device=gate_MK.device), *new_rows(gate_MK, M, K, columns),
-         *new_tokens(gate_MK, M, K, True))
+         *new_tokens(gate_MK, M, K))
         for _ in range(2)
     ]  # fmt: skip
     if gate_MK.numel():

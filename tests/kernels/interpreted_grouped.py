@@ -14,7 +14,7 @@ from jetrl_patch.kernels import gemm_backward, gemm_grouped
 from jetrl_patch.kernels.gemm import fprop
 from jetrl_patch.kernels.quantize import (
     quantize_rows,
-    quantize_tokens,
+    quantize_transposed,
     quantize_weight,
     quantize_weight_transposed,
     requantize_tokens,
@@ -173,7 +173,7 @@ def test_wgrad_is_the_dense_one_over_an_experts_own_tokens(shape, scale_format, 
             continue
         g = (weights[rows] * g_TN[rows]).to(BF16)
         operand = requantize_tokens(*(t[rows] for t in x), scale_format)
-        expected = gemm_backward.wgrad(*quantize_tokens(g, scale_format, transposed=True), *operand, out_dtype)
+        expected = gemm_backward.wgrad(*quantize_transposed(g, scale_format), *operand, out_dtype)
         assert torch.equal(dw[expert], expected)
         again = quantize.dequantize_activation(*(t[rows] for t in x), BF16)
         exact = quantize.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(again, scale_format))

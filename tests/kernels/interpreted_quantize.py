@@ -71,7 +71,8 @@ def test_every_layout_equals_the_reference(shape, scale_format, kind):
     x = data(kind, shape)
     rows, tokens = reference.quantize_activation(x, scale_format), reference.quantize_tokens(x, scale_format)
     check(*kernels.quantize_rows(x, scale_format), *rows)
-    check(*kernels.quantize_tokens(x, scale_format), *tokens)
+    qt, s = kernels.quantize_transposed(x, scale_format)
+    check(qt[:, : shape[0]], s, tokens.q.t(), tokens.s)
     q, s, qt, st_ = kernels.quantize_both(x, scale_format)
     check(q, s, *rows)
     check(qt[:, : shape[0]], st_, tokens.q.t(), tokens.s)
@@ -102,7 +103,7 @@ def test_any_shape_and_layout(M, K, scale_format, columns):
     check(q, s, *rows)
     assert s.stride() == ((1, -(-M // 4) * 4) if columns else (groups(K), 1)) or 1 in s.shape
     assert q.is_contiguous() and qt.is_contiguous() and st_.is_contiguous()
-    for transposed, scales in ((qt, st_), kernels.quantize_tokens(wide[:, :K], scale_format, transposed=True)):
+    for transposed, scales in ((qt, st_), kernels.quantize_transposed(wide[:, :K], scale_format)):
         assert transposed.shape == (K, groups(M) * 128)
         check(transposed[:, :M], scales, tokens.q.t(), tokens.s)
         assert not transposed[:, M:].view(torch.uint8).any()
@@ -191,7 +192,7 @@ def test_empty_batches():
     q, s, qt, st_ = kernels.quantize_both(x, "pow2")
     assert (q.shape, s.shape, qt.shape, st_.shape) == ((0, 260), (0, 3), (260, 0), (0, 260))
     assert kernels.quantize_rows(x, "fp32", columns=True)[1].shape == (0, 3)
-    assert kernels.quantize_tokens(x, "fp32")[0].shape == (0, 260)
+    assert kernels.quantize_transposed(x, "fp32")[0].shape == (260, 0)
     assert requantize_tokens(q, s, "pow2")[0].shape == (260, 0)
     assert kernels.quantize_weight(x, "pow2")[1].shape == (0, 3)
 
@@ -203,7 +204,7 @@ def test_empty_batches():
         (lambda x: kernels.quantize_weight(x.half(), "pow2"), TypeError, "bfloat16 or torch.float32, found torch.float16"),
         (lambda x: kernels.quantize_rows(x[None], "pow2"), ValueError, r"two dimensions, found \[1, 4, 256\]"),
         (lambda x: kernels.quantize_both(x.t(), "pow2"), ValueError, r"contiguous rows, found strides \[1, 256\]"),
-        (lambda x: kernels.quantize_tokens(x, "pow4"), ValueError, "pow2 or fp32, found 'pow4'"),
+        (lambda x: kernels.quantize_transposed(x, "pow4"), ValueError, "pow2 or fp32, found 'pow4'"),
         (lambda x: requantize_tokens(x, torch.ones(4, 2), "pow2"), TypeError, "required torch.float8_e4m3fn"),
         (lambda x: requantize_tokens(x.to(FP8), torch.ones(4, 3), "pow2"), ValueError, r"\[4, 2\] on cpu, found .*\[4, 3\]"),
     ],

@@ -516,15 +516,12 @@ def _quantize_specs() -> tuple[Spec, ...]:
                     {"num_warps": warps, **COMPILER}, ("K", "x_m", "s_m"),
                 )
             )  # fmt: skip
-        for transposed in (False, True):
-            found.append(
-                Spec(
-                    f"quantize_tokens{'_transposed' * transposed}_{scale}", quantize.tokens_kernel,
-                    _QUANTIZE_X | _QUANTIZE_SIZES | {"pitch": "i32"},
-                    {"COLUMNS": quantize.COLUMNS, "TRANSPOSED": transposed, **fixed}, {"num_warps": 4, **COMPILER},
-                    ("K", "x_m", "pitch"),
-                )
-            )  # fmt: skip
+        found.append(
+            Spec(
+                f"quantize_transposed_{scale}", quantize.tokens_kernel, _QUANTIZE_X | _QUANTIZE_SIZES | {"pitch": "i32"},
+                {"COLUMNS": quantize.COLUMNS, **fixed}, {"num_warps": 4, **COMPILER}, ("K", "x_m", "pitch"),
+            )
+        )  # fmt: skip
         found.append(
             Spec(
                 f"quantize_both_{scale}", quantize.both_kernel,

@@ -28,8 +28,7 @@ SPECS = [*registered.QUANTIZE_ALL, *registered.PRODUCERS, *registered.NORM_ROWS,
 LIMITS = {
     "quantize_rows32": (64, 256, 32),
     "quantize_rows4": (64, 0, 32),
-    "quantize_tokens": (128, 1024, 16),
-    "quantize_tokens_transposed": (128, 8192, 16),
+    "quantize_transposed": (128, 8192, 16),
     "quantize_both": (128, 16384, 16),
     "quantize_weight_bf16": (128, 256, 16),
     "quantize_weight_fp32": (128, 256, 16),
@@ -131,7 +130,7 @@ def test_a_cpu_without_the_interpreter_is_told():
     q, s = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.ones(4, 1)
     for call in (
         lambda: quantize.quantize_rows(x, "pow2"),
-        lambda: quantize.quantize_tokens(x, "pow2"),
+        lambda: quantize.quantize_transposed(x, "pow2"),
         lambda: quantize.quantize_both(x, "pow2"),
         lambda: quantize.quantize_weight(x, "pow2"),
         lambda: quantize.quantize_weight_transposed(x, "pow2"),

@@ -92,7 +92,7 @@ def quantized(M: int) -> None:
         silu.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
         q, _ = formulas.quantize_activation(rows(M, K), "pow2")
         quantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2")
-    quantize.quantize_tokens(rows(M, K), "pow2", transposed=True)
+    quantize.quantize_transposed(rows(M, K), "pow2")
     norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
     digest.rank_sum(torch.zeros(2, M, K))
 
