@@ -48,7 +48,7 @@ class _Route(torch.autograd.Function):
         in_one_launch = kernel_for("route", logits_TE)
         if in_one_launch is not None:
             logits = logits_TE if logits_TE.dtype == torch.bfloat16 else logits_TE.float()
-            weights_Tk, ids_Tk = in_one_launch(logits, k, renormalize, *(rule or ()))
+            weights_Tk, ids_Tk = in_one_launch(logits, k, renormalize, rule)
         else:  # FP64 sums, whose order changes about one FP32 weight in 10^8
             weights_Tk, ids_Tk = _formula(logits_TE, k, renormalize, rule)
         ctx.save_for_backward(logits_TE, ids_Tk)

@@ -352,21 +352,10 @@ def route_kernel(  # type: ignore[no-untyped-def]
 
 
 def route(
-    logits_TE: Tensor,
-    k: int,
-    renormalize: bool,
-    bias_E: Tensor | None = None,
-    groups: int = 1,
-    kept: int = 1,
-    scale: float = 1.0,
+    logits_TE: Tensor, k: int, renormalize: bool, rule: tuple[Tensor, int, int, float] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights FP32 [T, k] and ascending indices int64 [T, k], by a softmax or, with a bias FP32 [E], by a sigmoid.
-
-    Args:
-        logits_TE: BF16 or FP32.
-        groups: number of equal groups of experts.
-        kept: number of groups from which experts are chosen.
-    """
+    """Weights FP32 [T, k] and ascending indices int64 [T, k] of logits in BF16 or FP32. ``rule`` as in ``exact.route.route``."""
+    bias_E, groups, kept, scale = rule or (None, 1, 1, 1.0)
     if logits_TE.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"the router's logits: expected BF16 or FP32, found {logits_TE.dtype}")
     logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()

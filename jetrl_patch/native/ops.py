@@ -185,18 +185,13 @@ def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
 
 
 def route(
-    logits_ME: Tensor,
-    k: int,
-    renormalize: bool,
-    bias_E: Tensor | None = None,
-    groups: int = 1,
-    kept: int = 1,
-    scale: float = 1.0,
+    logits_ME: Tensor, k: int, renormalize: bool, rule: tuple[Tensor, int, int, float] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The k experts of each row: weights FP32 [M, k] and ascending indices int64 [M, k].
 
-    By a softmax; with a bias FP32 [E], by a sigmoid, within ``kept`` of ``groups`` groups of experts.
+    By a softmax; with a ``rule`` (bias FP32 [E], groups, groups kept, scale), by a sigmoid: see ``exact.route.Sigmoid``.
     """
+    bias_E, groups, kept, scale = rule or (None, 1, 1, 1.0)
     logits_ME = _rows(logits_ME.float(), torch.float32, "logits").contiguous()
     M, E = logits_ME.shape
     if not 0 < k <= E:
@@ -206,8 +201,8 @@ def route(
     if E % groups or not 0 < kept <= groups or k > kept * (E // groups):
         raise ValueError(f"groups: expected {k} experts within {kept} of {groups} equal groups of {E}")
     ids, weights = torch.empty(M, k, dtype=torch.int64), torch.empty(M, k, dtype=torch.float32)
-    rule = (bias_E, groups, kept, float(scale))
-    _call("jetrl_route", logits_ME, M, E, k, bool(renormalize), *rule, ids, weights, _threads(M * E * (k + 32)))
+    sigmoid = (bias_E, groups, kept, float(scale))
+    _call("jetrl_route", logits_ME, M, E, k, bool(renormalize), *sigmoid, ids, weights, _threads(M * E * (k + 32)))
     return weights, ids
 
 

@@ -158,7 +158,7 @@ def test_the_activation_of_every_bf16_value() -> None:
 def test_routes_and_rotations() -> None:
     logits = torch.randn(33, 24, generator=torch.Generator().manual_seed(0))
     same(lambda: ops.route(logits, 4, True))
-    same(lambda: ops.route(logits, 4, True, torch.zeros(24), 4, 2, 1.5))
+    same(lambda: ops.route(logits, 4, True, (torch.zeros(24), 4, 2, 1.5)))
     x, table = random(9 * 3, 64).view(9, 3, 64), random(50, 32, seed=1)
     same(lambda: ops.rotary(x, table, table, torch.arange(9) * 5))
 

@@ -93,5 +93,5 @@ def test_routes_of_a_sigmoid(E, k, groups, kept, renormalize):
     logits = logits_of(20, E, FP32)
     bias = torch.randn(E, generator=torch.Generator().manual_seed(0)) * 0.3
     rule = Sigmoid(bias, groups, kept, 2.5)
-    same(route(logits, k, renormalize, *rule), _formula(logits, k, renormalize, rule))
-    same(route(logits[8:9], k, renormalize, *rule), [t[8:9] for t in route(logits, k, renormalize, *rule)])
+    same(route(logits, k, renormalize, rule), _formula(logits, k, renormalize, rule))
+    same(route(logits[8:9], k, renormalize, rule), [t[8:9] for t in route(logits, k, renormalize, rule)])
