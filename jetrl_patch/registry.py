@@ -9,24 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from jetrl_patch.config import Config
+from jetrl_patch.config import Config as Config
 from jetrl_patch.errors import JetrlError, PatchError, VersionError, explain
 from jetrl_patch.patching.guards import is_installed
-from jetrl_patch.patching.journal import Journal
-from jetrl_patch.patching.patch import OnImport, Patch
+from jetrl_patch.patching.journal import Journal as Journal
+from jetrl_patch.patching.patch import OnImport as OnImport
+from jetrl_patch.patching.patch import Patch as Patch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored, Step
     from jetrl_patch.progress import Progress
-
-__all__ = [
-    "ADAPTERS", "Adapter", "Config", "Exchange", "Journal", "Layout", "Merger", "Models", "Needs", "OnImport", "Patch", "Place",
-    "Platform", "Pool", "Rollout", "Services", "Shard", "Trainer", "installed", "merger", "models", "platform", "resolve",
-    "rollout", "trainer",
-]  # fmt: skip
-
 
 # ---- A training framework's adapter, the counterpart of ``Installer`` in ``sync/receive.py`` ------
 # A module with these functions is a ``Trainer``. The adapter offers it in ``Services``, where mypy compares signatures. It calls
@@ -140,11 +134,7 @@ class Trainer(Protocol):
         """The path of the model, and the name of its setting."""
 
     def program_problem(self, target: str, /) -> JetrlError | None:
-        """The error for a program of the framework that the plugin does not support; None for any other program.
-
-        Args:
-            target: dotted name of a module, or path of a script.
-        """
+        """The error for an unsupported program of the framework, given as a dotted module or a script's path; else None."""
 
     def needs_flash_attn(self, settings: Any, /) -> str:
         """The setting that needs flash-attn on a GPU, or an empty string."""
@@ -156,11 +146,7 @@ class Trainer(Protocol):
         """Where a launch with these settings stores the policy."""
 
     def prepare(self, model: Any, config: Config, engine: Any, /) -> object:
-        """Convert a loaded model in place, before the framework wraps it. Return the ``Source`` of its weight syncs.
-
-        Args:
-            engine: the framework's object that holds the model.
-        """
+        """Convert a loaded model in place, before ``engine`` wraps it. Return the ``Source`` of its weight syncs."""
 
 
 # ---- The services that adapters offer to each other and to the core, as types --------------------

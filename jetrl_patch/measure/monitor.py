@@ -278,7 +278,7 @@ class Monitor:
             if share is not None:
                 self._shares[layer] = share
         elif self.sampled(self.syncs + 1) and not self.sampled(self.syncs):
-            self._codes.keep(layer, q_NK, self._most[layer])
+            self._codes.compare(layer, q_NK, self._most[layer])
 
     def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The full weights. If only the rollout quantizes them, they are measured on their way through."""
@@ -315,7 +315,7 @@ class Monitor:
         else:
             self._observer.clear()
             if not self.sampled(self.syncs + 1):
-                self._codes.drop()
+                self._codes = Codes()
         return metrics
 
     def take_lines(self) -> list[str]:

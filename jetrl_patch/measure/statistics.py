@@ -37,18 +37,10 @@ class Codes:
         self._last: dict[str, Tensor] = {}
 
     def compare(self, layer: str, q_NK: Tensor, most: int = MOST) -> Tensor | None:
-        """Share of codes unchanged since the last ``compare`` or ``keep``, FP64; None the first time."""
+        """Remember the codes. Returns the share unchanged since the last call, FP64; None the first time."""
         last, now = self._last.get(layer), sample(q_NK, most)
         self._last[layer] = now
         return None if last is None else (last.to(now.device) == now).double().mean()
-
-    def keep(self, layer: str, q_NK: Tensor, most: int = MOST) -> None:
-        """Remember the codes for the next sync."""
-        self._last[layer] = sample(q_NK, most)
-
-    def drop(self) -> None:
-        """Forget every sample; the next sync is not compared."""
-        self._last.clear()
 
 
 # ---- Quantization statistics of one tensor, measured on the output of the run's own quantizer ----

@@ -7,6 +7,7 @@ name. Undo then deletes the attribute, and the inherited one is visible again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -34,26 +35,29 @@ class Record:
 
 @dataclass
 class _Slot:
-    """A place to read, write and erase: an attribute or an item."""
+    """A place to read and write: an attribute or an item. To write NOTSET is to delete it."""
 
     owner: Any
     key: Any
     read: Callable[[], object]
     write: Callable[[object], None]
-    erase: Callable[[], None]
 
     def is_same_place(self, other: _Slot) -> bool:
         return self.owner is other.owner and type(self.key) is type(other.key) and bool(self.key == other.key)
 
 
+def _attribute(owner: object, name: str) -> _Slot:
+    def write(value: object) -> None:
+        delattr(owner, name) if value is NOTSET else setattr(owner, name, value)
+
+    return _Slot(owner, name, functools.partial(raw_entry, owner, name), write)
+
+
 def _item(mapping: MutableMapping[Any, Any], key: Any) -> _Slot:
-    return _Slot(
-        mapping,
-        key,
-        read=lambda: mapping.get(key, NOTSET),
-        write=lambda v: mapping.__setitem__(key, v),
-        erase=lambda: mapping.__delitem__(key),
-    )
+    def write(value: object) -> None:
+        mapping.__delitem__(key) if value is NOTSET else mapping.__setitem__(key, value)
+
+    return _Slot(mapping, key, functools.partial(mapping.get, key, NOTSET), write)
 
 
 @dataclass
@@ -92,14 +96,7 @@ class Journal:
 
         Raises PatchError if the owner does not keep the attribute.
         """
-        slot = _Slot(
-            owner,
-            name,
-            read=lambda: raw_entry(owner, name),
-            write=lambda v: setattr(owner, name, v),
-            erase=lambda: delattr(owner, name),
-        )
-        self._change(slot, value, Record(**record))
+        self._change(_attribute(owner, name), value, Record(**record))
 
     def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: object, **record: str) -> None:
         """Set ``mapping[key]``, for instance in a framework's registry or ``os.environ``."""
@@ -163,12 +160,12 @@ class Journal:
             before = slot.read()
             entry = _Entry(record, slot=slot, before=before, after=value)
             try:
-                slot.erase() if value is NOTSET else slot.write(value)
+                slot.write(value)
             except Exception as error:
                 raise PatchError(f"{record.target} cannot be changed. {type(error).__name__}: {error}") from error
             if not _same(slot.read(), value):
                 with contextlib.suppress(Exception):
-                    slot.erase() if before is NOTSET else slot.write(before)
+                    slot.write(before)
                 raise PatchError(f"{record.target} cannot be patched: it does not keep the value set on it.")
             self._entries.append(entry)
 
@@ -181,12 +178,10 @@ def _undo(entry: _Entry, left: list[_Slot]) -> None:
     slot = entry.slot
     if any(slot.is_same_place(other) for other in left):
         return
-    if not _same(slot.read(), entry.after):
-        left.append(slot)
-    elif entry.before is NOTSET:
-        slot.erase()
-    else:
+    if _same(slot.read(), entry.after):
         slot.write(entry.before)
+    else:
+        left.append(slot)
 
 
 def _same(current: object, after: object) -> bool:

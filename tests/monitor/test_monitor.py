@@ -209,8 +209,7 @@ def test_a_sample_of_codes_is_small_and_walks_through_the_columns() -> None:
     codes = Codes()
     assert codes.compare("a", q) is None and codes.compare("a", q) == 1.0
     assert float(codes.compare("a", 1 - q)) == 0.0  # type: ignore[arg-type]
-    codes.drop()
-    assert codes.compare("a", q) is None
+    assert codes.compare("b", q) is None
 
 
 def test_ill_layers_are_warned_of_once_by_name_figure_and_threshold() -> None:
