@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for kind in KINDS:
         of_kind = {layer: figures for (k, layer), figures in found.items() if k == kind}
-        rows = {name: [getattr(figures, name) for figures in of_kind.values()] for name in FIELDS}
-        columns = {name: [value for value in row if not math.isnan(value)] for name, row in rows.items()}
+        columns = {
+            name: [value for figures in of_kind.values() if not math.isnan(value := getattr(figures, name))] for name in FIELDS
+        }
         wanted = (
             ("sqnr", "min"), ("sqnr", "mean"), ("slice_sqnr", "min"), ("slice_sqnr", "mean"), ("underflow", "mean"),
             ("underflow", "max"), ("saturated", "max"), ("amax", "max"), ("scale_min", "min"), ("scale_max", "max"),
@@ -90,25 +91,11 @@ _REDUCE: dict[str, Reduce] = {"min": min, "mean": fmean, "max": max}
 
 # ---- Thresholds: warn once per layer, kind and statistic, or stop the run -------------------------
 
-class Finding(NamedTuple):
-    """A statistic that crosses its threshold. ``matrix`` names the worst one of experts, such as ``17.up_proj``."""
+def findings(found: Found, config: Config) -> Iterator[tuple[tuple[str, str, str], str]]:
+    """``(layer, kind, statistic)`` and a line about it, for each statistic that crosses its threshold, in the order of ``found``.
 
-    layer: str
-    kind: str
-    figure: str
-    value: float
-    threshold: float
-    matrix: str = ""
-
-    def __str__(self) -> str:
-        sign = "<" if self.figure == "sqnr" else ">"
-        unit = " dB" if self.figure == "sqnr" else ""
-        name = f"{self.layer}.{self.matrix}" if self.matrix else self.layer
-        return f"{name}: {self.kind} {self.figure} {self.value:.4g}{unit} {sign} {self.threshold:g}{unit}"
-
-
-def findings(found: Found, config: Config) -> Iterator[Finding]:
-    """Every statistic that crosses its threshold, in the order of ``found``."""
+    For experts the line names the worst matrix, such as ``17.up_proj``.
+    """
     # scales follow the values, so nothing should ever saturate
     most = {"underflow": config.monitor_underflow, "saturated": 0.0, "nonfinite": 0.0}
     for (kind, layer), figures in found.items():
@@ -116,27 +103,30 @@ def findings(found: Found, config: Config) -> Iterator[Finding]:
         if figures.worst_db < config.monitor_sqnr:
             crossed.insert(0, ("sqnr", figures.worst_db, config.monitor_sqnr))
         for name, value, limit in crossed:
+            sign, unit = ("<", " dB") if name == "sqnr" else (">", "")
             number = figures.at.get(figures.worst_figure if name == "sqnr" else name)
-            yield Finding(layer, kind, name, value, limit, "" if number is None else matrix_name(number))
+            place = layer if number is None else f"{layer}.{matrix_name(number)}"
+            yield (layer, kind, name), f"{place}: {kind} {name} {value:.4g}{unit} {sign} {limit:g}{unit}"
 
 
 class Watch:
-    """Reports each (layer, kind, statistic) once, or stops the run at the first."""
+    """Reports each finding once, or stops the run at the first."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str, str]] = set()
 
-    def look(self, found: Found, config: Config) -> list[Finding]:
+    def look(self, found: Found, config: Config) -> list[str]:
         """The findings not reported before. Raises PrecisionError if there is one and ``monitor_action`` is "stop"."""
-        new = [f for f in findings(found, config) if (f.layer, f.kind, f.figure) not in self._told]
-        self._told |= {(f.layer, f.kind, f.figure) for f in new}
-        if new and config.monitor_action == "stop":
+        new = {key: line for key, line in findings(found, config) if key not in self._told}
+        self._told |= new.keys()
+        lines = list(new.values())
+        if lines and config.monitor_action == "stop":
             raise PrecisionError(
-                f"monitor_action='stop': {len(new)} statistics cross their thresholds: "
-                f"{'; '.join(map(str, new[:3]))}{'; …' if len(new) > 3 else ''}. "
+                f"monitor_action='stop': {len(lines)} statistics cross their thresholds: "
+                f"{'; '.join(lines[:3])}{'; …' if len(lines) > 3 else ''}. "
                 f"Exclude these layers, set guard_sqnr, or change the threshold."
             )
-        return new
+        return lines
 
 
 # ---- The precision guard: layers whose SQNR falls below a floor run in BF16 on both sides from the next step on
@@ -307,7 +297,7 @@ class Monitor:
             found = self._merge() if self._found is None else self._found
             metrics |= self._report(found)
             standing = {key: figures for key, figures in found.items() if key[1] not in self.guarded}
-            self._lines += map(str, self._watch.look(standing, self.config))
+            self._lines += self._watch.look(standing, self.config)
         self._weights, self._shares, self._found = {}, {}, None
         self.syncs += 1
         if self.sampled(self.syncs):
