@@ -106,10 +106,7 @@ def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
 def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.Tensor, mask: torch.Tensor) -> Applied | None:
     """``applied`` for the correction of a run; None if there is no correction, or none that has a name.
 
-    Args:
-        correction: (kind, interval), as an adapter reads them from the framework's settings; None if it has no name.
-        log_ratio: as in ``applied``.
-        mask: as in ``applied``.
+    ``correction`` is (kind, interval), as an adapter reads them from the framework's settings; None if it has no name.
     """
     kind, (low, high) = correction or ("none", (0.0, 0.0))
     if kind == "none":

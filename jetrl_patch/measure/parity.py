@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.config import SETTINGS, Config
-from jetrl_patch.config.modes import MODES
+from jetrl_patch.config.modes import MODES, Precision
 from jetrl_patch.errors import ConfigError, ModelError, explain, reading
 
 if TYPE_CHECKING:
@@ -178,24 +178,23 @@ class Stock:
     """One common setup without the plugin.
 
     Attributes:
-        dtype: torch's name for the dtype of both sides.
+        precision: that of the settings that describe the measurement and are never enabled.
         engine: additional arguments of vLLM's ``LLM``.
         environment: environment variables of the process.
     """
 
-    dtype: str = "bfloat16"
+    precision: Precision = "bf16"
     engine: tuple[tuple[str, str], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
     def config(self) -> Config:
-        """Settings with this dtype, which describe the measurement and are never enabled."""
-        precision = next(name for name, mode in MODES.items() if mode.dtype == self.dtype and not mode.quantizes)
-        return Config(precision=precision).resolved()  # type: ignore[arg-type]
+        """The settings that describe the measurement."""
+        return Config(precision=self.precision).resolved()
 
 
 #: name -> setup. vLLM's online quantization scales weights in blocks of 128, like verl's FP8 rollout.
 STOCK: dict[str, Stock] = {
-    **{mode.dtype: Stock(dtype=mode.dtype) for mode in MODES.values() if not mode.quantizes},
+    **{mode.dtype: Stock(precision=mode.name) for mode in MODES.values() if not mode.quantizes},
     "fp8-online": Stock(engine=(("quantization", "fp8_per_block"),)),
     "batch-invariant": Stock(environment=(("VLLM_BATCH_INVARIANT", "1"),)),
 }

@@ -188,9 +188,8 @@ def temperature(path: str) -> Rule:
     return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, "set it to 1.0", "exact")
 
 
-def is_set(value: Any) -> bool:
-    """Whether a value is anything but false, empty or zero."""
-    return bool(value)
+#: whether a value is anything but false, empty or zero
+is_set = bool
 
 
 def more_than_one(value: Any) -> bool:
