@@ -117,8 +117,7 @@ def _json(file: Path) -> dict[str, Any]:
 def _empty_model(source: Source) -> Any:
     """Build the model of config.json without weights, and check that the checkpoint holds exactly its tensors.
 
-    Raises:
-        ModelError: transformers does not know the model, or a tensor is missing, unknown or of another shape.
+    Raises ModelError if transformers does not know the model, or if a tensor is missing, unknown or of another shape.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -41,7 +41,7 @@ from jetrl_patch.trainer import record
 SHARD_BYTES = 4 << 30
 #: copied unchanged: tokenizer, generation settings, chat template
 _COPIED = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
-_NOT_COPIED = ("config.json", "jetrl.json", INDEX)
+_NOT_COPIED = ("config.json", "jetrl.json")
 
 
 @dataclass

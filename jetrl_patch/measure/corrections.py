@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +53,7 @@ def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
         mask: [B, T], non-zero at response tokens.
         bounds: the cap, or low and high; None for the correction's defaults.
 
-    Raises:
-        ValueError: the shapes differ or are not [B, T].
-        KeyError: there is no correction of this name.
+    Raises ValueError if the shapes differ or are not [B, T], KeyError if there is no correction of this name.
     """
     if log_ratio.shape != mask.shape or log_ratio.dim() != 2:
         raise ValueError(f"Log-ratios and mask must both be [B, T], found {tuple(log_ratio.shape)} and {tuple(mask.shape)}.")
@@ -88,11 +86,7 @@ def _means(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return _products(log_ratio, mask) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
 
 
-_LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "token": _tokens,
-    "sequence": _products,
-    "geometric": _means,
-}
+_LEVELS = {"token": _tokens, "sequence": _products, "geometric": _means}
 
 
 def _cast(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

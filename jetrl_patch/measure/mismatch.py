@@ -76,14 +76,7 @@ class Applied:
 
 
 def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Applied:
-    """Apply a correction and sum up its effect.
-
-    Args:
-        kind: a key of ``CORRECTIONS``.
-        log_ratio: log π_old − log μ, [B, T].
-        mask: [B, T], non-zero at response tokens.
-        bounds: bounds of the correction; None for its defaults.
-    """
+    """Apply a correction and sum up its effect. ``kind`` is a key of ``CORRECTIONS``; the arguments are those of ``correct``."""
     counted = mask.bool().cpu()
     found = correct(kind, log_ratio.detach().double().cpu(), counted, bounds)
     if not bool(counted.any()):
@@ -214,17 +207,13 @@ def sums(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Ten
 
 
 def mismatch(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Tensor) -> Mismatch:
-    """Compare two sets of log-probs.
+    """Compare two sets of log-probs, in float64. A NaN in a counted log-prob makes the figures NaN; it equals nothing.
 
     Args:
         trainer_logp: log π in nats, float32, any shape.
         rollout_logp: log μ, same shape.
         mask: same shape, non-zero where a token counts.
 
-    Returns:
-        The figures, computed in float64. A NaN in a counted log-prob makes them NaN; it equals nothing.
-
-    Raises:
-        ValueError: the shapes differ.
+    Raises ValueError if the shapes differ.
     """
     return sums(trainer_logp, rollout_logp, mask).figures()

@@ -287,8 +287,7 @@ class Monitor:
     def end(self) -> dict[str, float]:
         """Finish a sync: return the metrics of its step and prepare the next. Collective.
 
-        Raises:
-            PrecisionError: a statistic crosses its threshold and ``monitor_action`` is "stop".
+        Raises PrecisionError if a statistic crosses its threshold and ``monitor_action`` is "stop".
         """
         metrics: dict[str, float] = {}
         if self.config.guard_sqnr is not None:

@@ -52,8 +52,7 @@ class Audit:
             rollout: float32 log-probs of the same tokens, as the rollout returned them.
             names: a name for each of the B samples in messages; by default its row.
 
-        Raises:
-            AuditError: a token differs and ``on_mismatch="stop"``.
+        Raises AuditError if a token differs and ``on_mismatch="stop"``.
         """
         found = sums(trainer, rollout, mask)
         self._parts.append(found)

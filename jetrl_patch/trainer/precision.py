@@ -49,8 +49,7 @@ class LossScale:
             skipped: whether the step was skipped because its gradients held NaN or Inf.
             scale: the loss scale of the next step.
 
-        Raises:
-            PrecisionError: gradients overflow even at the smallest scale, or too many steps in a row were skipped.
+        Raises PrecisionError if gradients overflow even at the smallest scale, or if too many steps in a row were skipped.
         """
         self.scale = scale
         if not skipped:

@@ -61,8 +61,7 @@ def checkpoint_problems(
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False) -> Any:
     """Check a model's folder and return its config, or None if it was not checked (see ``read_config``).
 
-    Raises:
-        ModelError, ConfigError: as ``read_config``, and the first of ``model_problems``.
+    Raises as ``read_config``, and the first of ``model_problems``.
     """
     hf_config = read_config(path, config, trust_remote_code)
     for problem in () if hf_config is None else model_problems(hf_config, config, rollout_tp, rollout_ep):
@@ -75,8 +74,7 @@ def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> A
 
     Returns None if nothing is quantized, or if the path is remote (the workers check the model once they have it).
 
-    Raises:
-        ModelError: transformers cannot read the folder, or the trainer would run the folder's own code.
+    Raises ModelError if transformers cannot read the folder, or if the trainer would run the folder's own code.
     """
     folder = local_folder(path) if config.quantized_rollout else ""
     return _read(folder, trust_remote_code) if folder else None

@@ -117,8 +117,7 @@ class Source:
             weights: yields the full weights once more; called only if the guard decides at this sync.
             quantizes: whether this rank sees the weights; other ranks only take part in the all-gather.
 
-        Raises:
-            SyncError: a layer could not be moved to BF16. No engine has heard of the sync by then.
+        Raises SyncError if a layer could not be moved to BF16. No engine has heard of the sync by then.
         """
         if self.monitor is None:
             return []
@@ -247,8 +246,7 @@ def convert(
 def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
     """The monitor of a model's layers; None if it is off, if no layer is block FP8, or if the layers are TransformerEngine's.
 
-    Raises:
-        ConfigError: a guard is set, but TransformerEngine layers cannot leave FP8 one by one.
+    Raises ConfigError if a guard is set, because TransformerEngine layers cannot leave FP8 one by one.
     """
     theirs = [name for name in layers if name in modules and is_te_linear(modules[name])]
     if theirs and config.guard_sqnr is not None:

@@ -160,8 +160,7 @@ def read_runs(path: Path, notes: list[str] | None = None) -> list[Run]:
     Args:
         notes: receives a line about anything skipped, such as a truncated last line.
 
-    Raises:
-        ReportError: the file is missing, damaged, of an unknown format, or holds no step.
+    Raises ReportError if the file is missing, damaged, of an unknown format, or holds no step.
     """
     notes = [] if notes is None else notes
     before = len(notes)
