@@ -130,7 +130,7 @@ def test_a_layer_that_leaves_fp8_gets_a_tensor_again(
     norm, x = block.input_layernorm, torch.randn(5, 256).bfloat16()
     with torch.inference_mode():
         assert isinstance(norm(x), Quantized)
-        install.to_bf16(model, [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"])
+        install.VllmInstaller(model).to_bf16([f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"])
         assert torch.equal(norm(x), ops.rms_norm(x, norm.weight, norm.variance_epsilon))
         y, total = norm(x, x)
         assert torch.equal(y, ops.rms_norm(x + x, norm.weight, norm.variance_epsilon)) and torch.equal(total, x + x)
