@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # ---- State of an engine, of a training worker and of the trainer loop ----
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Prepared(Source):
     """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
 

@@ -67,8 +67,8 @@ LOOPS = {
     **dict.fromkeys(("attention_paged_64", "attention_split_64"), (410, 8)),
     "attention_varlen_128": (440, 8),
     **dict.fromkeys(("attention_paged_128", "attention_split_128"), (480, 8)),
-    "attention_fp8_64": (565, 6),  # copies half the bytes, and converts them
-    "attention_fp8_128": (640, 6),
+    "attention_fp8_64": (565, 8),  # copies half the bytes, and converts them
+    "attention_fp8_128": (640, 8),
     **dict.fromkeys(("attention_combine_64", "attention_combine_128"), (120, 5)),
     "attention_dq_64": (335, 8),
     "attention_dq_128": (400, 8),
