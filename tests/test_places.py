@@ -211,7 +211,7 @@ def test_an_error_of_a_framework_is_named_in_one_line(monkeypatch: pytest.Monkey
 
     def child(command: list[str], **_: object) -> object:
         trace = "Traceback (most recent call last):\n  File ...\nValueError: one\ntwo"
-        Path(command[-1]).write_bytes(pickle.dumps({"error": ("ValueError", "one\ntwo", trace)}))
+        Path(command[-1]).write_bytes(pickle.dumps(("ValueError: one\ntwo", trace)))
         return SimpleNamespace(returncode=0, stdout=b"")
 
     monkeypatch.setattr(parity_run.subprocess, "run", child)
