@@ -4,14 +4,14 @@ Training is one block of Hugging Face's model, prepared for each mode as the tra
 FlashAttention-2, as verl does. Its launches follow its source (``csrc/flash_attn``): the backward sums dO * O and clears an FP32
 dQ, computes, converts dQ, and with fewer key heads than query heads sums dK and dV over the query heads.
 
-Decoding runs the norms, activations and linear methods of ``adapters/vllm``. vLLM's own norm and activation read and write what
-their kernels do (``csrc/layernorm_kernels.cu``, ``csrc/activation_kernels.cu``). Attention, with the rotary embedding and the
-cache, is left out, because the modes do not differ in it.
+Decoding runs the norms, activations and linear methods of ``adapters/vllm``. Attention, with the rotary embedding and the cache,
+is left out, because the modes do not differ in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.counted.counter import DEVICE, Counter, Launch, hopper, record
-from benchmarks.harness import asked_to_write
-from benchmarks.shapes import MODELS, PUBLISHED, Linear, Model
+from benchmarks.shapes import MODELS, PUBLISHED, Linear, Model, gemm_seconds
 from jetrl_patch.backends import get_backend
 from jetrl_patch.config import Config
 from jetrl_patch.kernels.formats import FP8, groups
@@ -151,7 +150,7 @@ def _layer(linear: Linear, config: Config) -> Any:
 
 
 def count_step(model: Model, mode: str, best: str = "deep_gemm") -> list[Launch]:
-    """Norms, linears and activation. In FP8, norms and activation quantize what they return."""
+    """Norms, linears and activation, where norms and activation quantize what they return."""
     from jetrl_patch.adapters.vllm.ops import FusedNorm, FusedSiluAndMul
 
     def fused(kind: type, reader: Any, *inputs: Tensor, **own: Any) -> Any:
@@ -160,30 +159,19 @@ def count_step(model: Model, mode: str, best: str = "deep_gemm") -> list[Launch]
         return made.forward(*inputs)
 
     def norm(x: Tensor, residual: Tensor, reader: Any) -> Any:
-        weight = empty(model.hidden)
-        if config is None:
-            record("fused_add_rms_norm", (x, residual, weight, x, residual))  # writes both in place
-            return x, residual
-        own = {"weight": weight, "variance_epsilon": 1e-6, "variance_size_override": None, "has_weight": True}
-        return fused(FusedNorm, reader, x, residual, **own)
+        own = {"variance_epsilon": 1e-6, "variance_size_override": None, "has_weight": True}
+        return fused(FusedNorm, reader, x, residual, weight=empty(model.hidden), **own)
 
-    def silu(both: Tensor, reader: Any) -> Any:
-        if config is not None:
-            return fused(FusedSiluAndMul, reader, both)
-        y = empty(ROWS, model.intermediate)
-        record("silu_and_mul", (both, y))
-        return y
+    def times(layer: Any, x: Any, bias: Tensor | None = None) -> Any:
+        return layer.quant_method.apply(layer, x, bias)
 
-    def times(layer: Any, x: Any, bias: Tensor | None = None) -> Tensor:
-        return torch.nn.functional.linear(x, layer, bias) if config is None else layer.quant_method.apply(layer, x, bias)
-
-    config = None if mode == "bf16" else Config(precision="fp8-unified", align=mode).resolved()
+    config = Config(precision="fp8-unified", align=mode).resolved()
     with hopper(best), torch.no_grad(), Counter() as counted:
-        qkv, o, gate_up, down = (_layer(each, config) if config else empty(each.N, each.K) for each in model.linears)
+        qkv, o, gate_up, down = (_layer(each, config) for each in model.linears)
         x, residual = norm(empty(ROWS, model.hidden), empty(ROWS, model.hidden), qkv)
         times(qkv, x, empty(model.linears[0].N) if TYPES[model.name] == "qwen2" else None)
         x, residual = norm(times(o, empty(ROWS, model.heads * model.head_dim)), residual, gate_up)
-        times(down, silu(times(gate_up, x), down))
+        times(down, fused(FusedSiluAndMul, down, times(gate_up, x)))
     return counted.launches
 
 
@@ -208,11 +196,10 @@ def tables() -> dict[str, list[Row]]:
                 "model": model.name, "mode": mode, "launches, forward": n, "backward": n_back, "GB, forward": gb,
                 "GB, backward": gb_back, "ms": ms + ms_back, "BF16 / this": base / (ms + ms_back), "ms, weights": weights,
             })  # fmt: skip
-        steps = {name: total(count_step(model, mode)) for name, mode in (("bf16", "bf16"), ("linear and exact", "exact"))}
-        for name, (n, gb, ms) in steps.items():
-            row = {"model": model.name, "mode": name, "launches": n, "GB": gb, "µs": ms * 1e3}
-            decoding.append(row | {"BF16 / this": steps["bf16"][2] / ms})
-    step = f"Norms, linear layers and activation of a block in a decoding step, M = {ROWS}"
+        n, gb, ms = total(count_step(model, "exact"))
+        bf16 = sum(gemm_seconds(ROWS, N, K, False, PUBLISHED.bf16, PUBLISHED.bandwidth) for _, N, K in model.linears)
+        decoding.append({"model": model.name, "launches": n, "GB": gb, "µs": ms * 1e3, "BF16's linears alone, µs": bf16 * 1e6})
+    step = f"Norms, linear layers and activation of a block in a decoding step, M = {ROWS}, `linear` and `exact`"
     return {"A block, forward and backward": training, step: decoding}
 
 
@@ -228,8 +215,7 @@ def page(found: dict[str, list[Row]]) -> str:
 
 
 if __name__ == "__main__":
-    written = asked_to_write(__doc__, PAGE)
     text = page(tables())
-    if written:
+    if "--write" in sys.argv[1:]:
         PAGE.write_text(text)
     print(text)

@@ -127,9 +127,7 @@ def kernel(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) ->
 class DeepGemm:
     """Records the product, which also reads ``d`` if it adds to it."""
 
-    def fp8_gemm_nt(
-        self, a: Any, b: Any, d: Tensor, c: Tensor | None = None, recipe: Any = None, compiled_dims: str = "nk"
-    ) -> None:
+    def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, c: Tensor | None = None, **settings: Any) -> None:
         (q, s), (w, sw) = a, b
         M, K = q.shape
         name, peak = ("deep_gemm 1D2D", "fp8") if c is None else ("deep_gemm 1D1D", "fp8_wgrad")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*(refused[:1] or missing.values()), sep="\n", file=sys.stderr)
         return 1
     scratch.mkdir(parents=True, exist_ok=True)
-    setup = Setup(args.dry, scratch, args.deep_gemm)
+    setup = Setup(args.dry, scratch, "auto" if args.deep_gemm or args.dry else "triton")
     succeeded = [run(part, setup, args) for part in parts if part.letter not in missing]
     records.write(args.out)
     show(parts, args.out)
@@ -81,7 +81,7 @@ def run(part: Part, setup: Setup, args: argparse.Namespace) -> bool:
     """Measure what is left, each piece in a process of its own. Returns whether everything has ended without a failure."""
     end = time.monotonic() + LIMIT
     module = importlib.import_module(f"benchmarks.hopper.{part.name}")
-    here = records.environment("none" if setup.deep_gemm else "--without-deep-gemm")
+    here = records.environment(setup.backend)
     record, planned = records.load(args.out, part), module.pieces(setup.dry)
     kept = {} if args.again else {name: piece for name, piece in record["pieces"].items() if name in planned}
     record |= {"dry": setup.dry, "planned": planned, "pieces": kept}

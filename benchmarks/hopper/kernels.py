@@ -41,7 +41,7 @@ def measure(name: str, setup: Setup) -> list[Row]:
     if setup.dry:
         backends = {key: get_backend(key) for key in ("torch", "native")}
         return list(linears(TINY, backends, device, ((FPROP, 256), (LAYER, 256), (DECODE, 16))))
-    found = {key: check() for key, check in capability.CHECKS.items() if setup.deep_gemm or key != "deep_gemm"}
+    found = {key: check() for key, check in capability.CHECKS.items() if setup.backend == "auto" or key != "deep_gemm"}
     rows = list(linears(MODELS[1], {key: get_backend(key) for key, (ok, _) in found.items() if ok}, device, CASES))
     return rows + [{"unavailable": key, "why": reason} for key, (ok, reason) in found.items() if not ok]
 
@@ -59,7 +59,8 @@ def linears(
     held = {way: [backend.quantize_weight(w, "pow2") for w in weights] for way, backend in backends.items()}
     ours = next((way for way in OURS if way in backends), "")
     for what, M in cases:
-        xs, gs = ([torch.randn(M, n, dtype=torch.bfloat16, device=device) for n in sizes] for sizes in _features(model))
+        xs, gs = ([torch.randn(M, getattr(linear, side), dtype=torch.bfloat16, device=device) for linear in model.linears]
+                  for side in "KN")  # fmt: skip
         calls: dict[str, Callable[[], object]] = {BF16: lambda xs=xs: [F.linear(x, w) for x, w in zip(xs, weights)]}
         for way, backend in backends.items():
             if what == DECODE:
@@ -79,11 +80,6 @@ def linears(
                 "verdict": "" if math.isnan(required) else "met" if ratio >= required else MISSED,
                 "of an H200's published peak": least * (3 if what == LAYER else 1) / seconds, "note": note,
             }  # fmt: skip
-
-
-def _features(model: Model) -> tuple[list[int], list[int]]:
-    """Input and output features."""
-    return [linear.K for linear in model.linears], [linear.N for linear in model.linears]
 
 
 def _step(layers: nn.ModuleList, xs: Sequence[Tensor], gs: Sequence[Tensor]) -> None:

@@ -38,14 +38,11 @@ def load(folder: Path, part: Part) -> Record:
         ValueError: the file is no record.
     """
     file = folder / f"{part.name}.json"
-    record: Record = {"planned": [], "dry": False, "pieces": {}}
     try:
-        found = json.loads(file.read_text()) if file.exists() else record
-    except ValueError as error:
-        raise ValueError(f"{file} is not a record of make hopper ({error}). Move it away, or repair it.") from None
-    if found.keys() != record.keys():
-        raise ValueError(f"{file} is not a record of make hopper (it has {', '.join(found)}). Move it away, or repair it.")
-    return dict(found)
+        found = json.loads(file.read_text()) if file.exists() else {"planned": [], "dry": False, "pieces": {}}
+        return {key: found[key] for key in ("planned", "dry", "pieces")}
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is not a record of make hopper ({error!r}). Move it away, or repair it.") from None
 
 
 def save(folder: Path, part: Part, record: Record) -> None:
@@ -75,9 +72,9 @@ def state(record: Record) -> str:
     return words + (f", {failed(record)} failed" if failed(record) else "")
 
 
-def environment(options: str) -> dict[str, str]:
-    """Hardware and software of this machine, the code of this clone, and the options that decide a figure."""
-    found = {"machine": platform.machine(), "python": platform.python_version(), "options": options}
+def environment(backend: str) -> dict[str, str]:
+    """Hardware and software of this machine, the code of this clone, and the backend."""
+    found = {"machine": platform.machine(), "python": platform.python_version(), "backend": backend}
     device = _answer("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     found["device, memory, driver"] = device.partition("\n")[0] or "none"  # one line for each GPU
     for name in NAMED:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -43,45 +42,32 @@ def measure(name: str, setup: Setup) -> list[Row]:
     variables = environment(ours)
     os.environ.clear()
     os.environ.update(variables)
-    base = {(row["requests"], row["prompt"]): row["decode tokens/s"] for row in setup.earlier if row["mode"] == STOCK_BF16}
-    rows: list[Row] = [{"mode": name, **row} for row in serve(ours, loads)]
-    for row in rows:
-        row["decode, times BF16"] = row["decode tokens/s"] / base.get((row["requests"], row["prompt"]), math.nan)
+    base = {tuple(row.values())[1:4]: row["decode tokens/s"] for row in setup.earlier if row["mode"] == STOCK_BF16}
+    rows = []
+    for load, (prefill, decode) in zip(loads, serve(ours, loads), strict=True):
+        row = {"mode": name, **dict(zip(("requests", "prompt", "response"), load, strict=True))}
+        row |= {"prefill tokens/s": prefill, "decode tokens/s": decode, "decode, times BF16": decode / base.get(load, math.nan)}
+        rows.append(row)
     return rows
 
 
-def serve(ours: Job, loads: Sequence[Load]) -> list[Row]:
-    """Build the engine and time each load. One that fails is a row with a note."""
+def serve(ours: Job, loads: Sequence[Load]) -> list[tuple[float, float]]:
+    """Tokens per second of prefill and decoding: medians of turns. Decoding takes what all tokens take beyond the first."""
     from jetrl_patch import session
-    from jetrl_patch.adapters.vllm.sample import build_engine
+    from jetrl_patch.adapters.vllm.sample import build_engine, generate
 
     if ours.stock is None:
         session.enable(ours.config)
-    engine, rows = build_engine(ours, max(prompt + response for _, prompt, response in loads)), []
-    for load in loads:
-        prefill, decode, note = math.nan, math.nan, ""
-        try:
-            prefill, decode = _speeds(engine, load, ours.temperature)
-        except Exception as error:  # the row says so, and the other loads still run
-            note = f"{type(error).__name__}: {error}"[:200]
-        sizes = dict(zip(("requests", "prompt", "response"), load, strict=True))
-        rows.append({**sizes, "prefill tokens/s": prefill, "decode tokens/s": decode, "note": note})
+    engine, speeds = build_engine(ours, max(prompt + response for _, prompt, response in loads)), []
+    for requests, prompt, response in loads:
+        prompts = [[(7 * i + j) % 200 + 2 for j in range(prompt)] for i in range(requests)]
+        turns: dict[int, list[float]] = {1: [], response: []}
+        for _ in range(1 + ROUNDS):
+            for tokens, seconds in turns.items():
+                start = time.perf_counter()
+                generate(engine, prompts, tokens, ours.temperature)
+                seconds.append(time.perf_counter() - start)
+        first, whole = (statistics.median(seconds[1:]) for seconds in turns.values())  # the first turn warms up
+        speeds.append((requests * prompt / first, requests * (response - 1) / (whole - first) if whole > first else math.nan))
     engine.llm_engine.engine_core.shutdown()
-    return rows
-
-
-def _speeds(engine: Any, load: Load, temperature: float) -> tuple[float, float]:
-    """Tokens per second of prefill and decoding: medians of turns. Decoding takes what all tokens take beyond the first."""
-    from jetrl_patch.adapters.vllm.sample import generate
-
-    requests, prompt, response = load
-    prompts = [[(7 * i + j) % 200 + 2 for j in range(prompt)] for i in range(requests)]
-
-    def seconds(tokens: int) -> float:
-        start = time.perf_counter()
-        generate(engine, prompts, tokens, temperature)
-        return time.perf_counter() - start
-
-    seconds(min(response, 16))
-    first, rest = (statistics.median(turns) for turns in zip(*((seconds(1), seconds(response)) for _ in range(ROUNDS))))
-    return requests * prompt / first, requests * (response - 1) / (rest - first) if rest > first else math.nan
+    return speeds

@@ -1,8 +1,7 @@
 """Part e: a training step of a stack of blocks with ``lm_head`` and log-probs, by phase.
 
 Parameters, gradients and AdamW's states are BF16 on one GPU without FSDP, in every mode. BF16 runs with flash-attn if installed,
-else SDPA; its log-probs are verl's, which also depend on flash-attn. Compiled BF16 takes all rows at once, because verl's formula
-cannot be compiled.
+else SDPA; its log-probs are verl's, which also depend on flash-attn.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from benchmarks.shapes import MODELS, VOCABULARY
 from jetrl_patch import Config
 from scripts.tables import Row
 
-BASELINE, COMPILED, OWN = "BF16", "BF16, compiled", "exact, the project's attention"
+BASELINE, OWN = "BF16", "exact, the project's attention"
 #: name -> settings (None: the plugin is off)
 MODES: dict[str, Config | None] = {
     BASELINE: None,
-    COMPILED: None,
     "linear": Config(precision="fp8-unified", align="linear"),
     "exact": Config(precision="fp8-unified", align="exact"),
     OWN: Config(precision="fp8-unified", align="exact", exact_attention="triton"),
@@ -56,11 +54,11 @@ def pieces(dry: bool) -> list[str]:
 
 
 def measure(name: str, setup: Setup) -> list[Row]:
-    """One mode's times, and the step's relative to both baselines in the same variant."""
+    """One mode's times, and the step's relative to BF16 in the same variant."""
     mode, variant = name.split("; ")
     row: Row = {"mode": mode, "sequences": variant, **_measure(mode, variant, setup)}
     steps = {(each["mode"], each["sequences"]): each["step ms"] for each in (*setup.earlier, row)}
-    return [row | {f"{base} / this": steps.get((base, variant), float("nan")) / row["step ms"] for base in (BASELINE, COMPILED)}]
+    return [row | {"BF16 / this": steps.get((BASELINE, variant), float("nan")) / row["step ms"]}]
 
 
 def _measure(mode: str, variant: str, setup: Setup) -> Row:
@@ -69,15 +67,15 @@ def _measure(mode: str, variant: str, setup: Setup) -> Row:
     from jetrl_patch.adapters.transformers.prepare import prepare_model
     from jetrl_patch.exact.ops import token_log_probs
 
-    cuda, settings = not setup.dry, MODES[mode]
+    cuda, settings, formula, counted = not setup.dry, MODES[mode], logprobs_from_logits, PHASES
     flash = cuda and importlib.util.find_spec("flash_attn") is not None
     model = build(LAYERS, setup, "flash_attention_2" if flash else "sdpa")
-    formula = plain_log_probs if mode == COMPILED else logprobs_from_logits
     if settings is not None:
         settings = settings.replace(backend=setup.backend)
         jetrl_patch.enable(settings)
         prepare_model(model, settings.resolved(), device_type=setup.device)
-        formula = token_log_probs if settings.resolved().same_log_probs else formula
+        if settings.resolved().exact:  # skips the pass for old log-probs, because the rollout's are the trainer's
+            formula, counted = token_log_probs, PHASES[1:]
     if "checkpointing" in variant:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -88,14 +86,13 @@ def _measure(mode: str, variant: str, setup: Setup) -> Row:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         return formula(logits, ids[:, 1:].flatten())
 
-    scored = torch.compile(score, backend="inductor" if cuda else "eager") if mode == COMPILED else score
     steps = []
-    for _ in range(2 * (1 if setup.dry else STEPS)):
+    for _ in range(2 if setup.dry else 2 * STEPS):
         marks = [_now(cuda)]
         with torch.no_grad():
-            scored()
+            score()
         marks.append(_now(cuda))
-        loss = -scored().float().mean()
+        loss = -score().float().mean()
         marks.append(_now(cuda))
         loss.backward()
         marks.append(_now(cuda))
@@ -104,8 +101,6 @@ def _measure(mode: str, variant: str, setup: Setup) -> Row:
         marks.append(_now(cuda))
         steps.append({phase: 1e3 * (b - a) for phase, a, b in zip(PHASES, marks, marks[1:])})
     steps = steps[len(steps) // 2 :]  # the first half warms up
-    # exact mode skips the pass for old log-probs, because the rollout's are the trainer's
-    counted = PHASES[1:] if settings is not None and settings.resolved().exact else PHASES
     whole = statistics.median(sum(found[phase] for phase in counted) for found in steps)
     return {
         "attention": model.config._attn_implementation, "log-probs": formula.__name__,
@@ -119,8 +114,3 @@ def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def plain_log_probs(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """In the logits' dtype, all rows at once: the form to compile."""
-    return torch.log_softmax(logits_MV, -1).gather(-1, labels_M[:, None])[:, 0]

@@ -36,8 +36,7 @@ def test_fp8_moves_less_and_exact_as_much_as_linear(found):
         assert linear["BF16 / this"] >= 1.4 <= exact["BF16 / this"]
         for columns in (("launches, forward", "backward"), ("GB, forward", "GB, backward")):
             assert sum(exact[column] for column in columns) <= 1.05 * sum(linear[column] for column in columns)
-    ratios = [row["BF16 / this"] for row in decoding]
-    assert len(ratios) == 6 and min(ratios[1::2]) >= 1.6
+    assert len(decoding) == 3 and all(row["BF16's linears alone, µs"] >= 1.6 * row["µs"] for row in decoding)
 
 
 def test_operators_by_hand():
@@ -114,8 +113,5 @@ def test_an_added_cast_shows(monkeypatch):
 
 @pytest.mark.parametrize("best", ["deep_gemm", "triton"])
 def test_both_modes_launch_the_same_in_decoding(best):
-    counted = {mode: count_step(TINY, mode, best) for mode in MODES}
-    assert counted["linear"] == counted["exact"] and {mode: len(launches) for mode, launches in counted.items()} == {
-        "bf16": 7, "linear": 8, "exact": 8,
-    }  # fmt: skip
-    assert sum(launch.bytes for launch in counted["exact"]) < sum(launch.bytes for launch in counted["bf16"])
+    linear, exact = (count_step(TINY, mode, best) for mode in MODES[1:])
+    assert linear == exact and len(exact) == 8

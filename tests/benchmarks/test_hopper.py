@@ -152,7 +152,7 @@ def command(tmp_path, monkeypatch):
     def run(*pieces, here=HERE, **options):
         module = types.SimpleNamespace(pieces=lambda dry: list(pieces), measure=pieces_that_end.measure)
         monkeypatch.setitem(sys.modules, "benchmarks.hopper.kernels", module)
-        monkeypatch.setattr(record, "environment", lambda options: here | {"options": options})
+        monkeypatch.setattr(record, "environment", lambda backend: here | {"backend": backend})
         args = argparse.Namespace(out=tmp_path, command="the command", again=False)
         vars(args).update(options)
         done = hopper.run(KERNELS, Setup(False, tmp_path), args)
@@ -192,7 +192,7 @@ def test_a_piece_that_fails_leaves_the_others_and_the_next_command_tries_it_agai
 
 def test_a_piece_that_misses_its_target_has_failed(command):
     done, found = command("misses", "x")
-    assert not done and record.state(found) == "done, 1 failed" and not record.left(found, HERE | {"options": "none"})
+    assert not done and record.state(found) == "done, 1 failed" and not record.left(found, HERE | {"backend": "auto"})
 
 
 def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, monkeypatch):
@@ -208,21 +208,21 @@ def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, mo
     assert not [each for each in left if "time.sleep(300)" in " ".join(each.cmdline())]
 
 
-@pytest.mark.parametrize("change", [{"torch": "3"}, {"options": "--without-deep-gemm"}, {"vllm": "1"}, {"code": "def"}])
+@pytest.mark.parametrize("change", [{"torch": "3"}, {"backend": "triton"}, {"vllm": "1"}, {"code": "def"}])
 def test_what_another_machine_or_other_software_found_is_measured_again(command, change):
     _, found = command("x")
-    here = HERE | {"options": "none"}
+    here = HERE | {"backend": "auto"}
     assert not record.left(found, here) and record.left(found, here | change) == ["x"]
     text = record.page(KERNELS, found)
-    assert "torch 2; device H200; code abc; options none. Command: `the command`." in text
+    assert "torch 2; device H200; code abc; backend auto. Command: `the command`." in text
 
 
-def test_the_environment_tells_the_code_and_the_options(monkeypatch):
-    found = record.environment("none")
-    assert {"torch", "python", "device, memory, driver"} <= set(found) and found == record.environment("none")
-    assert record.environment("--without-deep-gemm") != found
+def test_the_environment_tells_the_code_and_the_backend(monkeypatch):
+    found = record.environment("auto")
+    assert {"torch", "python", "device, memory, driver"} <= set(found) and found == record.environment("auto")
+    assert record.environment("triton") != found
     monkeypatch.setattr(record, "CODE", ("jetrl_patch",))
-    assert record.environment("none")["code"] != found["code"]
+    assert record.environment("auto")["code"] != found["code"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
@@ -262,11 +262,14 @@ def test_rows_with_the_same_columns_make_a_table():
     assert text.endswith("Command: `c`.\n\n| a |\n| --- |\n| 1/2 |\n| 2 |\n\n| b |\n| --- |\n| 3 |\n")
 
 
-@pytest.mark.parametrize(("deep_gemm", "backend"), [(True, "auto"), (False, "triton")])
-def test_without_deep_gemm_no_engine_uses_it(deep_gemm, backend):
-    setup = Setup(False, Path(), deep_gemm)
+@pytest.mark.parametrize(("words", "backend"), [([], "auto"), (["--without-deep-gemm"], "triton")])
+def test_without_deep_gemm_no_engine_uses_it(tmp_path, monkeypatch, words, backend):
+    given = []
+    monkeypatch.setattr(hopper, "in_a_process", lambda *_: {})
+    monkeypatch.setattr(hopper, "run", lambda part, setup, args: given.append(setup.backend) or True)
+    assert hopper.main([*words, "--part", "c", "--out", str(tmp_path), "--scratch", str(tmp_path)]) == 0 and given == [backend]
     for mode in {name.split("; ")[0] for name in parity.pieces(False)} | set(rollout.pieces(False)):
-        job = parity.job(mode, setup.backend)
+        job = parity.job(mode, backend)
         assert (job.stock is None) == (mode not in parity.STOCKS)  # without the plugin its settings decide nothing
         if job.stock is None:
             assert job.config.backend == backend and job.config.decode_graphs == (mode in (parity.GRAPHS, parity.OWN))
@@ -288,12 +291,13 @@ def test_ratios_are_to_what_was_measured_before(monkeypatch):
     monkeypatch.setattr(training, "_measure", lambda mode, variant, setup: {"step ms": 3.0})
     earlier = ({"mode": "BF16", "sequences": "long", "step ms": 6.0}, {"mode": "BF16", "sequences": "short", "step ms": 9.0})
     (row,) = training.measure("exact; long", Setup(False, Path(), earlier=earlier))
-    assert row["BF16 / this"] == 2.0 and math.isnan(row["BF16, compiled / this"])
+    assert row["BF16 / this"] == 2.0
+    assert math.isnan(training.measure("exact; long", Setup(False, Path()))[0]["BF16 / this"])
     assert training.measure("BF16; long", Setup(False, Path()))[0]["BF16 / this"] == 1.0
     (row,) = sync.measure(sync.FP8, Setup(True, Path(), earlier=({"sync": sync.PLAIN, "GB": 1.0, "seconds": 1e9},)))
     assert row["seconds / plain"] < 1 and row["GB"] == row["GB / plain"]
     modes = dict.fromkeys(name.split("; ")[0] for name in training.pieces(False))
-    assert list(modes)[:2] == ["BF16", "BF16, compiled"] and sync.pieces(False)[0] == sync.PLAIN
+    assert next(iter(modes)) == "BF16" and sync.pieces(False)[0] == sync.PLAIN
     assert rollout.pieces(False)[0] == rollout.STOCK_BF16 and loop.pieces(False)[0] == "bf16"
 
 
@@ -373,22 +377,29 @@ def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):
         outcomes(tmp_path, str(tmp_path / "test_suite.py"))
 
 
-def test_an_engine_serves_the_loads_of_its_mode(monkeypatch):
-    """A failed load is a row with a note; the others still run."""
-    asked, told = [], []
+def test_an_engine_serves_the_loads_of_its_mode(tmp_path, monkeypatch):
+    """Times are medians without the first turn. Decoding takes what all tokens take beyond the first."""
+    now, asked, told = [0.0], [], []
 
     def generate(engine, prompts, tokens, temperature):
-        if len(prompts) == 2:
-            raise MemoryError("too little")
+        now[0] += (1.0 if tokens == 1 else 3.0) * len(prompts) + (0.0 if len(told) > 1 else 9.0)
+        told.append(tokens)
 
-    core = types.SimpleNamespace(shutdown=lambda: told.append(1))
+    core = types.SimpleNamespace(shutdown=lambda: told.append("end"))
     engine = types.SimpleNamespace(llm_engine=types.SimpleNamespace(engine_core=core))
-    sample = types.SimpleNamespace(build_engine=lambda job, longest: asked.append(longest) or engine, generate=generate)
+    sample = types.SimpleNamespace(build_engine=lambda job, longest: asked.append((job, longest)) or engine, generate=generate)
     monkeypatch.setitem(sys.modules, "jetrl_patch.adapters.vllm.sample", sample)
-    found = rollout.serve(parity.job(rollout.STOCK_BF16, "auto"), [(requests, requests, 2) for requests in (1, 2, 3)])
-    assert asked == [5] and told == [1] and [row["requests"] for row in found] == [1, 2, 3]
-    assert [row["note"] for row in found] == ["", "MemoryError: too little", ""]
-    assert math.isnan(found[1]["prefill tokens/s"]) and found[2]["prefill tokens/s"] > 0
+    monkeypatch.setattr(rollout.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(rollout, "environment", lambda job: dict(os.environ))
+    monkeypatch.setattr(rollout, "LOADS", ((1, 10, 5), (2, 20, 9)))
+    (tmp_path / "qwen3-8b-random").mkdir()
+    base = {"mode": rollout.STOCK_BF16, "requests": 2, "prompt": 20, "response": 9, "decode tokens/s": 2.0}
+    found = rollout.measure(rollout.STOCK_FP8, Setup(False, tmp_path, share=0.5, earlier=(base,)))
+    ((job, longest),) = asked
+    assert longest == 29 and job.batch == 2 and ("gpu_memory_utilization", 0.5) in job.engine and told[-1] == "end"
+    assert [row["prefill tokens/s"] for row in found] == [10.0, 20.0] and [row["requests"] for row in found] == [1, 2]
+    assert [row["decode tokens/s"] for row in found] == [2.0, 4.0]
+    assert math.isnan(found[0]["decode, times BF16"]) and found[1]["decode, times BF16"] == 2.0
 
 
 @pytest.mark.e2e

@@ -132,6 +132,6 @@ def test_backends_that_are_missing_are_named(monkeypatch, tmp_path):
     checks = {"deep_gemm": lambda: asked.append("deep_gemm") or (False, "no nvcc"), "triton": lambda: (False, "no triton")}
     monkeypatch.setattr(capability, "CHECKS", checks)
     monkeypatch.setattr(kernels, "linears", lambda model, backends, device, cases: [])
-    assert kernels.measure("linears", Setup(False, tmp_path, deep_gemm=False)) == [{"unavailable": "triton", "why": "no triton"}]
+    assert kernels.measure("linears", Setup(False, tmp_path, "triton")) == [{"unavailable": "triton", "why": "no triton"}]
     assert not asked
     assert len(kernels.measure("linears", Setup(False, tmp_path))) == 2

@@ -1,10 +1,10 @@
-"""What all benchmarks share: the timer's rounds, tables, and marks in pages."""
+"""Tables, marks in pages, and the CPU benchmark's timer."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import cpu
 from scripts import tables
 
 
@@ -15,8 +15,8 @@ def test_the_best_of_rounds_that_take_turns(monkeypatch):
         told.append(name)
         clock[0] += seconds if len(told) < 12 else 2 * seconds  # the machine becomes busy
 
-    monkeypatch.setattr(harness.time, "process_time", lambda: clock[0])
-    found = harness.best_of({"a": lambda: call("a", 1.0), "b": lambda: call("b", 3.0)}, seconds=2.0, rounds=6)
+    monkeypatch.setattr(cpu.time, "process_time", lambda: clock[0])
+    found = cpu.best_of({"a": lambda: call("a", 1.0), "b": lambda: call("b", 3.0)}, seconds=2.0, rounds=6)
     assert found == {"a": 1.0, "b": 3.0} and told[4:] == ["a", "b"] * 6
 
 
