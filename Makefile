@@ -233,7 +233,7 @@ build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
 
 ## speed of the CPU kernels
 bench: $(READY)
-	$(QUIET) $(START) -m benchmarks.cpu $(ARGS)
+	$(QUIET) $(START) -m benchmarks.cpu
 
 ## everything that needs a Hopper GPU, in parts of less than nine minutes; ARGS="--plan", "--part c", "--dry"
 # It runs in the active Python environment and writes docs/benchmarks/hopper/; --dry runs tiny sizes on this CPU.

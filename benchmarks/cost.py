@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.shapes import PUBLISHED, RANKS, Model, Peaks, gemm_seconds
+from benchmarks.shapes import PUBLISHED, RANKS, Linear, Model, Peaks, gemm_seconds
 from jetrl_patch.kernels.formats import BLOCK
 from scripts.tables import Row, filled, markdown
 
@@ -42,26 +42,22 @@ class Net(NamedTuple):
     experts: int = 1
     active: int = 1
 
+    def times(self, linear: Linear, experts: int) -> int:
+        """How often a block with so many experts has this linear layer. ``active`` is how often a token uses it."""
+        return 1 if linear.name in ("qkv", "o") else experts
+
     def matrices(self, experts: int) -> float:
-        """Parameters of the quantized linear layers with so many experts: ``active`` are used by a token."""
-        sizes = {linear.name: linear.N * linear.K for linear in self.block.linears}
-        return self.layers * float(sizes["qkv"] + sizes["o"] + experts * (sizes["gate_up"] + sizes["down"]))
+        """Parameters of the quantized linear layers with so many experts."""
+        return self.layers * float(sum(x.N * x.K * self.times(x, experts) for x in self.block.linears))
+
+    def features(self, side: str) -> float:
+        """Input ("K") or output ("N") features of all linear layers that a token uses."""
+        return self.layers * sum(getattr(x, side) * self.times(x, self.active) for x in self.block.linears)
 
     def sizes(self, fp8: bool) -> Iterator[int]:
         """Tensor parallel sizes of its rollout: they split no head and, in FP8, no block of a weight."""
         block = BLOCK if fp8 else 1
-        for size in RANKS:
-            if self.block.kv_heads % size == 0 == self.block.intermediate % (size * block):
-                yield size
-
-    def is_dense(self, linear: str) -> bool:
-        """Whether every token uses this linear layer."""
-        return linear in ("qkv", "o") or self.experts == 1
-
-    def features(self, side: str) -> float:
-        """Input ("K") or output ("N") features of all linear layers that a token uses."""
-        linears = self.block.linears
-        return self.layers * sum(getattr(x, side) * (1 if self.is_dense(x.name) else self.active) for x in linears)
+        return (size for size in RANKS if self.block.kv_heads % size == 0 == self.block.intermediate % (size * block))
 
 
 NETS = (
@@ -104,25 +100,19 @@ WAYS = (
     Way("exact, FP8 KV cache", True, True, 0, attention=0.5, decoding=0.7, gathers=True, cached=FP8_CACHE),
 )
 
-#: speed of FlashAttention-3, as a share of the BF16 peak of GEMMs
-ATTENTION = 0.75
-#: speed of FP8 linears in decoding with the quantization of their inputs, as a share of what their bytes allow
-DECODED = 0.85
+ATTENTION = 0.75  # speed of FlashAttention-3, as a share of the BF16 peak of GEMMs
+DECODED = 0.85  # speed of FP8 linears in decoding with the quantization of their inputs, as a share of what their bytes allow
 #: quantization in a training step, bytes per element: an activation is read and written for FProp (2 + 1), and its saved copy for
 #: WGrad (1 + 1); a gradient is read once and written in two layouts (2 + 2)
 QUANTIZED = (5, 4)
 #: bytes that norms, rotary embedding, activation and residuals move per token and layer forward: per hidden and inner element
 ELEMENTWISE = (75, 12)
-#: fixed seconds of a sum over ranks
-LATENCY = 10e-6
-#: share of a GPU's memory for the rollout's weights and KV cache
-ROOM = 0.85
+LATENCY = 10e-6  # fixed seconds of a sum over ranks
+ROOM = 0.85  # share of a GPU's memory for the rollout's weights and KV cache
+STRIDE = 64  # tokens between two checks of which sequences have ended
 
 
 # ---- The time of a step: rollout, old log-probs, update -------------------------------------------------------------
-
-#: tokens between two checks of which sequences have ended
-STRIDE = 64
 
 
 class Step(NamedTuple):
@@ -213,7 +203,7 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) 
     peak = peaks.fp8 if way.samples else peaks.bf16
     linears = 0.0
     for linear in net.block.linears:
-        if net.is_dense(linear.name):
+        if net.times(linear, net.experts) == 1:
             linears += gemm_seconds(rows, linear.N // tp, linear.K, way.samples, peak, peaks.bandwidth)
         else:
             used = net.experts * (1 - (1 - net.active / net.experts) ** rows)
@@ -285,10 +275,9 @@ def page() -> str:
         ("norms and activations, bytes per token and layer", "{} × hidden + {} × inner".format(*ELEMENTWISE), "estimated"),
         ("a sum over ranks, fixed cost in µs", f"{LATENCY * 1e6:.0f}", "estimated"),
     )
-    alone = rollout(NETS[0], bf16, LOADS[0], H100, 1) / rollout(NETS[0], linear, LOADS[0], H100, 1)
     paper = "[paper](https://arxiv.org/abs/2601.14243)"
     texts = {
-        "load": f"{LOADS[0].samples} samples of {LOADS[0].prompt}", "alone": f"{alone:.2f}", "steps": markdown(list(table())),
+        "load": f"{LOADS[0].samples} samples of {LOADS[0].prompt}", "steps": markdown(list(table())),
         "known": markdown([dict(zip(("what", "here", paper), row, strict=True)) for row in known]),
         "parts": markdown([dict(zip(("part", "value", "source"), row, strict=True)) for row in parts]),
     }  # fmt: skip

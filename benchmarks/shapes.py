@@ -60,10 +60,8 @@ MODELS = (
 )
 #: the smallest model of many examples: its parts and what they are fused to get tiles of different widths on one rank
 SMALL = Model("Qwen2.5-0.5B", hidden=896, intermediate=4864, heads=14, kv_heads=2, head_dim=64)
-#: sizes of a rollout's tensor parallelism
-RANKS = (1, 2, 4, 8)
-#: tokens of Qwen3's vocabulary
-VOCABULARY = 151_936
+RANKS = (1, 2, 4, 8)  # sizes of a rollout's tensor parallelism
+VOCABULARY = 151_936  # tokens of Qwen3's vocabulary
 
 
 class Peaks(NamedTuple):
@@ -81,9 +79,5 @@ PUBLISHED = Peaks(bf16=790.0, fp8=1250.0, fp8_wgrad=1000.0, bandwidth=4300.0)
 
 def gemm_seconds(M: int, N: int, K: int, fp8: bool, peak: float, bandwidth: float) -> float:
     """The lower bound for one product with BF16 output: max(2 M N K / peak, bytes / bandwidth), in TFLOP/s and GB/s."""
-    return max(2 * M * N * K / (peak * 1e12), gemm_bytes(M, N, K, fp8) / (bandwidth * 1e9))
-
-
-def gemm_bytes(M: int, N: int, K: int, fp8: bool) -> int:
-    """Bytes that a product must move: FP8 MK + NK + 2MN, BF16 2 (MK + NK + MN)."""
-    return M * K + N * K + 2 * M * N if fp8 else 2 * (M * K + N * K + M * N)
+    size = M * K + N * K + 2 * M * N if fp8 else 2 * (M * K + N * K + M * N)
+    return max(2 * M * N * K / (peak * 1e12), size / (bandwidth * 1e9))

@@ -1,11 +1,7 @@
-"""Count a block in training and in a decoding step of vLLM. Prints the tables; ``--write`` writes ``docs/benchmarks/counted.md``.
+"""Count a block in training: one of Hugging Face's, prepared for each mode as the trainer does. ``--write`` writes the page.
 
-Training is one block of Hugging Face's model, prepared for each mode as the trainer does. BF16 and ``linear`` use
-FlashAttention-2, as verl does. Its launches follow its source (``csrc/flash_attn``): the backward sums dO * O and clears an FP32
-dQ, computes, converts dQ, and with fewer key heads than query heads sums dK and dV over the query heads.
-
-Decoding runs the norms, activations and linear methods of ``adapters/vllm``. Attention, with the rotary embedding and the cache,
-is left out, because the modes do not differ in it.
+BF16 and ``linear`` use FlashAttention-2, as verl does. Its launches follow its source (``csrc/flash_attn``): the backward sums
+dO * O and clears an FP32 dQ, computes, and converts dQ. With fewer key heads than query heads it sums dK and dV over the latter.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,16 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.counted.counter import DEVICE, Counter, Launch, hopper, record
-from benchmarks.shapes import MODELS, PUBLISHED, Linear, Model, gemm_seconds
-from jetrl_patch.backends import get_backend
+from benchmarks.shapes import MODELS, PUBLISHED, Model
 from jetrl_patch.config import Config
-from jetrl_patch.kernels.formats import FP8, groups
 from scripts.tables import Row, filled, markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
-#: tokens of a micro-batch, in sequences of the same length; rows of a decoding step
-TOKENS, LENGTH, ROWS = 16384, 2048, 64
-#: model -> the type in its config.json. Qwen2's q, k and v have a bias
+#: tokens of a micro-batch, in sequences of the same length
+TOKENS, LENGTH = 16384, 2048
+#: model -> the type in its config.json
 TYPES = {"Qwen2.5-7B": "qwen2", "Qwen3-8B": "qwen3", "Llama-3.1-8B": "llama"}
 MODES = ("bf16", "linear", "exact")
 FLASH = "counted_flash"
@@ -39,9 +32,6 @@ FLASH = "counted_flash"
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE)
-
-
-# ---- A block in training --------------------------------------------------------------------------------------------
 
 
 class _Flash(torch.autograd.Function):
@@ -82,8 +72,8 @@ def pairs(tokens: int, width: int) -> float:
 
 
 @contextlib.contextmanager
-def block(model: Model, mode: str, best: str) -> Iterator[Any]:
-    """A block of these dimensions, prepared for a mode; ``best`` as in ``hopper``."""
+def block(model: Model, mode: str) -> Iterator[Any]:
+    """A block of these dimensions, prepared for a mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -95,7 +85,7 @@ def block(model: Model, mode: str, best: str) -> Iterator[Any]:
         num_key_value_heads=model.kv_heads, head_dim=model.head_dim, num_hidden_layers=1, vocab_size=512,
     )  # fmt: skip
     known = {NAME: exact_attention, FLASH: _flash}
-    with hopper(best), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, known):
+    with hopper(), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, known):
         with torch.device(DEVICE):
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         whole.config._attn_implementation = FLASH
@@ -112,14 +102,14 @@ class Passes(NamedTuple):
     weights: float
 
 
-def count_block(model: Model, mode: str, best: str = "deep_gemm", tokens: int = TOKENS) -> Passes:
+def count_block(model: Model, mode: str, tokens: int = TOKENS) -> Passes:
     """One micro-batch of a block. The additional launches of a step's first micro-batch quantize the weights."""
     from jetrl_patch.exact import attention as packed
     from jetrl_patch.fp8.unchanged import unchanged_weights
 
     counted, amount = [], pairs(tokens, model.heads * model.head_dim)
     # the audit quantizes one layer of the whole model again, not one per block
-    with block(model, mode, best) as layer, mock.patch("jetrl_patch.fp8.unchanged._audit"), unchanged_weights(layer):
+    with block(model, mode) as layer, mock.patch("jetrl_patch.fp8.unchanged._audit"), unchanged_weights(layer):
         x = empty(1, tokens, model.hidden).requires_grad_()
         positions = empty(1, tokens, dtype=torch.int64)
         packed.mark(positions, tokens // LENGTH)
@@ -135,46 +125,6 @@ def count_block(model: Model, mode: str, best: str = "deep_gemm", tokens: int = 
     return Passes(*counted[1], first - again)
 
 
-# ---- A decoding step of the rollout ---------------------------------------------------------------------------------
-
-
-def _layer(linear: Linear, config: Config) -> Any:
-    """A stand-in for one of vLLM's linear layers, with what its method reads."""
-    from jetrl_patch.adapters.vllm.formats import BLOCKS
-    from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-
-    rows, blocks = (empty(height, groups(linear.K), dtype=torch.float32) for height in (linear.N, groups(linear.N)))
-    method = QuantizedLinearMethod(config, linear.name, packed={}, cut=[])
-    weight = empty(linear.N, linear.K, dtype=FP8)
-    return SimpleNamespace(weight=weight, weight_scale_inv=rows, quant_method=method, **{BLOCKS: blocks})
-
-
-def count_step(model: Model, mode: str, best: str = "deep_gemm") -> list[Launch]:
-    """Norms, linears and activation, where norms and activation quantize what they return."""
-    from jetrl_patch.adapters.vllm.ops import FusedNorm, FusedSiluAndMul
-
-    def fused(kind: type, reader: Any, *inputs: Tensor, **own: Any) -> Any:
-        made = kind()
-        made.__dict__.update(jetrl_reader=reader, jetrl_backend=get_backend(best), **own)
-        return made.forward(*inputs)
-
-    def norm(x: Tensor, residual: Tensor, reader: Any) -> Any:
-        own = {"variance_epsilon": 1e-6, "variance_size_override": None, "has_weight": True}
-        return fused(FusedNorm, reader, x, residual, weight=empty(model.hidden), **own)
-
-    def times(layer: Any, x: Any, bias: Tensor | None = None) -> Any:
-        return layer.quant_method.apply(layer, x, bias)
-
-    config = Config(precision="fp8-unified", align=mode).resolved()
-    with hopper(best), torch.no_grad(), Counter() as counted:
-        qkv, o, gate_up, down = (_layer(each, config) for each in model.linears)
-        x, residual = norm(empty(ROWS, model.hidden), empty(ROWS, model.hidden), qkv)
-        times(qkv, x, empty(model.linears[0].N) if TYPES[model.name] == "qwen2" else None)
-        x, residual = norm(times(o, empty(ROWS, model.heads * model.head_dim)), residual, gate_up)
-        times(down, fused(FusedSiluAndMul, down, times(gate_up, x)))
-    return counted.launches
-
-
 # ---- The page -------------------------------------------------------------------------------------------------------
 
 
@@ -183,39 +133,34 @@ def total(launches: Sequence[Launch]) -> tuple[int, float, float]:
     return len(launches), sum(x.bytes for x in launches) / 1e9, sum(x.seconds(PUBLISHED) for x in launches) * 1e3
 
 
-def tables() -> dict[str, list[Row]]:
-    """Title -> rows."""
-    training: list[Row] = []
-    decoding: list[Row] = []
+def table() -> list[Row]:
+    """A row for each model and mode."""
+    rows: list[Row] = []
     for model in MODELS:
         passes = {mode: count_block(model, mode) for mode in MODES}
         base = total([*passes["bf16"].forward, *passes["bf16"].backward])[2]
         for mode, (forward, backward, weights) in passes.items():
             (n, gb, ms), (n_back, gb_back, ms_back) = total(forward), total(backward)
-            training.append({
+            rows.append({
                 "model": model.name, "mode": mode, "launches, forward": n, "backward": n_back, "GB, forward": gb,
                 "GB, backward": gb_back, "ms": ms + ms_back, "BF16 / this": base / (ms + ms_back), "ms, weights": weights,
             })  # fmt: skip
-        n, gb, ms = total(count_step(model, "exact"))
-        bf16 = sum(gemm_seconds(ROWS, N, K, False, PUBLISHED.bf16, PUBLISHED.bandwidth) for _, N, K in model.linears)
-        decoding.append({"model": model.name, "launches": n, "GB": gb, "µs": ms * 1e3, "BF16's linears alone, µs": bf16 * 1e6})
-    step = f"Norms, linear layers and activation of a block in a decoding step, M = {ROWS}, `linear` and `exact`"
-    return {"A block, forward and backward": training, step: decoding}
+    return rows
 
 
-def page(found: dict[str, list[Row]]) -> str:
+def page(rows: list[Row]) -> str:
     """The text of ``docs/benchmarks/counted.md``."""
     bf16, fp8, wgrad, bandwidth = (f"{figure:.0f}" for figure in PUBLISHED)
     texts = {
         "peaks": f"{bandwidth} GB/s and {bf16} (BF16), {fp8} (FP8) and {wgrad} TFLOP/s (FP8, WGrad)",
         "batch": f"{TOKENS} tokens in sequences of {LENGTH}",
-        "tables": "\n".join(markdown(rows, title) for title, rows in found.items()),
+        "table": markdown(rows),
     }
     return filled(PAGE.read_text(), texts)
 
 
 if __name__ == "__main__":
-    text = page(tables())
+    text = page(table())
     if "--write" in sys.argv[1:]:
         PAGE.write_text(text)
     print(text)

@@ -12,6 +12,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -124,14 +125,11 @@ def kernel(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) ->
 # ---- A Hopper GPU that records --------------------------------------------------------------------------------------
 
 
-class DeepGemm:
-    """Records the product, which also reads ``d`` if it adds to it."""
-
-    def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, c: Tensor | None = None, **settings: Any) -> None:
-        (q, s), (w, sw) = a, b
-        M, K = q.shape
-        name, peak = ("deep_gemm 1D2D", "fp8") if c is None else ("deep_gemm 1D1D", "fp8_wgrad")
-        record(name, (q, s, w, sw, d, *([] if c is None else [c])), 2.0 * M * K * w.shape[0], peak)
+def _fp8_gemm_nt(a: Any, b: Any, d: Tensor, c: Tensor | None = None, **settings: Any) -> None:
+    """Records DeepGEMM's product, which also reads ``d`` if it adds to it."""
+    (q, s), (w, sw) = a, b
+    name, peak = ("deep_gemm 1D2D", "fp8") if c is None else ("deep_gemm 1D1D", "fp8_wgrad")
+    record(name, (q, s, w, sw, d, *([] if c is None else [c])), 2.0 * q.numel() * w.shape[0], peak)
 
 
 def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, recipe_b: Any, out_dtype: torch.dtype) -> Tensor:
@@ -146,13 +144,11 @@ def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, recipe_b: Any, out_
 def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
     """Run the body as on an H200 whose best backend is ``best``, "deep_gemm" or "triton".
 
-    Args:
-        rounds: whether torch has cuBLASLt's product with block scales.
+    ``rounds`` says whether torch has cuBLASLt's product with block scales.
     """
     for module in pkgutil.iter_modules(kernels.__path__, "jetrl_patch.kernels."):
         importlib.import_module(module.name)  # before kernels would be defined for the interpreter
-    yes = (True, "counted, not run")
-    no = (False, "not asked for")
+    yes, no = (True, "counted, not run"), (False, "not asked for")
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         stack.enter_context(triton.knobs.runtime.scope())
@@ -161,7 +157,7 @@ def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
         patch(gemm_common, "_multiprocessors", lambda device: SMS)
         checks = {"deep_gemm": (lambda: yes if best == "deep_gemm" else no), "triton": lambda: yes}
         stack.enter_context(mock.patch.dict(capability.CHECKS, checks))
-        patch(deep_gemm, "find_deep_gemm", lambda: (DeepGemm(), "recorded"))
+        patch(deep_gemm, "find_deep_gemm", lambda: (SimpleNamespace(fp8_gemm_nt=_fp8_gemm_nt), "recorded"))
         patch(deep_gemm, "check_cublaslt", lambda: yes if rounds else no)
         patch(cublaslt, "_scaled_mm", _scaled_mm)
         stack.enter_context(mock.patch.dict(backends._LOADED, clear=True))

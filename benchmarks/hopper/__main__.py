@@ -1,7 +1,7 @@
 """``make hopper``: measure everything that needs a Hopper GPU, part by part, and write ``docs/benchmarks/hopper/``.
 
-A command goes on where the last one stopped, and tries again what failed. What was measured with the same machine, software and
-code is kept. Parts that lack something are named and skipped, unless ``--part`` asks for them.
+A command goes on where the last one stopped, and tries again what failed. The results of a part are of one machine, software and
+code. Parts that lack something are named and skipped, unless ``--part`` asks for them.
 """
 
 from __future__ import annotations
@@ -80,28 +80,32 @@ def show(parts: Sequence[Part], out: Path) -> None:
 def run(part: Part, setup: Setup, args: argparse.Namespace) -> bool:
     """Measure what is left, each piece in a process of its own. Returns whether everything has ended without a failure."""
     end = time.monotonic() + LIMIT
+    if args.again:
+        (args.out / f"{part.name}.json").unlink(missing_ok=True)
     module = importlib.import_module(f"benchmarks.hopper.{part.name}")
-    here = records.environment(setup.backend)
-    record, planned = records.load(args.out, part), module.pieces(setup.dry)
-    kept = {} if args.again else {name: piece for name, piece in record["pieces"].items() if name in planned}
-    record |= {"dry": setup.dry, "planned": planned, "pieces": kept}
+    here, record = records.environment(setup.backend), records.load(args.out, part)
     print(f"\npart {part.letter} ({part.name}): {records.state(record)}", flush=True)
-    for name in records.left(record, here):
+    changed = sorted(key for key in here | record["environment"] if here.get(key) != record["environment"].get(key))
+    if changed and record["rows"]:
+        before, now = (", ".join(f"{key} {side.get(key, 'none')}" for key in changed) for side in (record["environment"], here))
+        print(f"its results are of {before}, found {now}. Measure all again (add --again), or choose another --out.", flush=True)
+        return False
+    record |= {"dry": setup.dry, "planned": module.pieces(setup.dry), "environment": here}
+    record["commands"] += [args.command] * (args.command not in record["commands"])
+    for name in records.left(record):
         if time.monotonic() > end - MARGIN:
             break
         print(f"{part.name}: {name}", flush=True)
-        done = {"environment": here, "command": args.command, "rows": [], "error": ""}
-        earlier = tuple(row for piece in record["pieces"].values() if piece["environment"] == here for row in piece["rows"])
-        given = setup._replace(share=part.share, earlier=earlier)
+        record["errors"].pop(name, None)
+        given = setup._replace(share=part.share, earlier=tuple(records.rows_of(record)))
         try:
-            done["rows"] = in_a_process(module.measure, name, given, seconds=end - time.monotonic())
+            record["rows"][name] = in_a_process(module.measure, name, given, seconds=end - time.monotonic())
+            print(markdown(record["rows"][name]), flush=True)
         except Exception as failure:  # the other pieces still run
-            done["error"] = f"{type(failure).__name__}: {failure}"[:2000]
-        print(done["error"] or markdown(done["rows"]), flush=True)
-        record["pieces"][name] = done
+            record["errors"][name] = f"{type(failure).__name__}: {failure}"[:2000]
+            print(record["errors"][name], flush=True)
         records.save(args.out, part, record)
-    unfinished = records.left(record, here)
-    if unfinished:
+    if unfinished := records.left(record):
         print(f"{len(unfinished)} pieces are left for the next command", flush=True)
     return not unfinished and not records.failed(record)
 

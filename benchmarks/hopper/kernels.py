@@ -37,12 +37,10 @@ def pieces(dry: bool) -> list[str]:
 
 
 def measure(name: str, setup: Setup) -> list[Row]:
-    device = torch.device(setup.device)
-    if setup.dry:
-        backends = {key: get_backend(key) for key in ("torch", "native")}
-        return list(linears(TINY, backends, device, ((FPROP, 256), (LAYER, 256), (DECODE, 16))))
     found = {key: check() for key, check in capability.CHECKS.items() if setup.backend == "auto" or key != "deep_gemm"}
-    rows = list(linears(MODELS[1], {key: get_backend(key) for key, (ok, _) in found.items() if ok}, device, CASES))
+    usable = ["torch", "native"] if setup.dry else [key for key, (ok, _) in found.items() if ok]
+    model, cases = (TINY, ((FPROP, 256), (LAYER, 256), (DECODE, 16))) if setup.dry else (MODELS[1], CASES)
+    rows = list(linears(model, {key: get_backend(key) for key in usable}, torch.device(setup.device), cases))
     return rows + [{"unavailable": key, "why": reason} for key, (ok, reason) in found.items() if not ok]
 
 

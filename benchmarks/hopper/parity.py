@@ -23,9 +23,8 @@ OWN = f"{GRAPHS}, the project's attention"
 
 
 def pieces(dry: bool) -> list[str]:
-    batches = (2,) if dry else BATCHES
-    others = () if dry else (OWN, EAGER, LINEAR, STOCK_BF16)
-    return [*(f"{GRAPHS}; {batch}" for batch in batches), *(f"{mode}; 64" for mode in others)]
+    others = [] if dry else [f"{mode}; 64" for mode in (OWN, EAGER, LINEAR, STOCK_BF16)]
+    return [f"{GRAPHS}; {batch}" for batch in ((2,) if dry else BATCHES)] + others
 
 
 def job(mode: str, backend: str) -> Job:
@@ -40,10 +39,9 @@ def job(mode: str, backend: str) -> Job:
 def measure(name: str, setup: Setup) -> list[Row]:
     mode, batch = name.split("; ")
     tokens = int(batch) * (length := 8 if setup.dry else LENGTH)
-    model = str(long_model(setup.scratch / "words-long"))
-    ours = job(mode, setup.backend)
+    ours = replace(job(mode, setup.backend), model=str(long_model(setup.scratch / "words-long")))
     # the engine's share is small, because the trainer's model is loaded into the same process
-    found = run_mode(replace(ours, model=model, batch=int(batch), length=length, tokens=tokens, engine=setup.engine))
+    found = run_mode(replace(ours, batch=int(batch), length=length, tokens=tokens, engine=setup.engine))
     verdict = "" if not ours.promises_equality else "met" if found["bit_equal_fraction"] == 1.0 else MISSED
     return [
         {

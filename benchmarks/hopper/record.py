@@ -1,6 +1,6 @@
 """What a part found, in a JSON file that is written after each piece, and the pages made from it.
 
-{"planned": [piece, …], "dry": bool, "pieces": {piece: {"environment": …, "command": …, "rows": [row, …], "error": why}}}
+{"planned": [piece, …], "dry": bool, "environment": {…}, "commands": […], "rows": {piece: [row, …]}, "errors": {piece: why}}
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hopper.plan import ESTIMATED, PARTS, Part, table
-from scripts.tables import filled, markdown
+from scripts.tables import Row, filled, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 #: the page about all parts
@@ -38,9 +38,10 @@ def load(folder: Path, part: Part) -> Record:
         ValueError: the file is no record.
     """
     file = folder / f"{part.name}.json"
+    empty: Record = {"planned": [], "dry": False, "environment": {}, "commands": [], "rows": {}, "errors": {}}
     try:
-        found = json.loads(file.read_text()) if file.exists() else {"planned": [], "dry": False, "pieces": {}}
-        return {key: found[key] for key in ("planned", "dry", "pieces")}
+        found = json.loads(file.read_text()) if file.exists() else empty
+        return {key: found[key] for key in empty}
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file} is not a record of make hopper ({error!r}). Move it away, or repair it.") from None
 
@@ -53,23 +54,25 @@ def save(folder: Path, part: Part, record: Record) -> None:
     os.replace(beside, folder / f"{part.name}.json")
 
 
-def left(record: Record, here: dict[str, str]) -> list[str]:
-    """Pieces without a result from this environment: first those that have not run, then those that failed."""
-    found = {name: piece for name, piece in record["pieces"].items() if piece["environment"] == here}
-    return [name for name in record["planned"] if name not in found] + [name for name, each in found.items() if each["error"]]
+def left(record: Record) -> list[str]:
+    """Pieces without a result: first those that have not run, then those that failed."""
+    return [name for name in record["planned"] if name not in record["rows"] | record["errors"]] + list(record["errors"])
+
+
+def rows_of(record: Record) -> list[Row]:
+    return [row for name in record["planned"] for row in record["rows"].get(name, ())]
 
 
 def failed(record: Record) -> int:
-    """Pieces that failed or found less than what is required."""
-    verdicts = ([row.get("verdict") for row in piece["rows"]] for piece in record["pieces"].values())
-    return sum(MISSED in found for found in verdicts) + sum(bool(piece["error"]) for piece in record["pieces"].values())
+    """How many pieces failed, and how many results are worse than required."""
+    return len(record["errors"]) + sum(row.get("verdict") == MISSED for row in rows_of(record))
 
 
 def state(record: Record) -> str:
     """The progress, in words."""
-    done, planned = len(record["pieces"]), len(record["planned"])
+    done, planned, wrong = len(record["rows"] | record["errors"]), len(record["planned"]), failed(record)
     words = "not measured" if not done else "done" if done == planned else f"{done} of {planned} pieces"
-    return words + (f", {failed(record)} failed" if failed(record) else "")
+    return f"{words}, {wrong} failed" if wrong else words
 
 
 def environment(backend: str) -> dict[str, str]:
@@ -95,18 +98,13 @@ def _answer(*command: str) -> str:
 
 def page(part: Part, record: Record) -> str:
     """The page of one part. Adjacent rows with the same columns make one table."""
-    text = f"# {part.name.capitalize()}\n\nPart {part.letter} of [`make hopper`](index.md): {part.what}.\n"
-    text += "\n**A dry run on a CPU: no figure here is a measurement.**\n" if record["dry"] else ""
-    if missing := [name for name in record["planned"] if name not in record["pieces"]]:
-        text += f"\n**Incomplete:** not measured: {'; '.join(missing)}.\n"
-    text += "".join(f"\n**{name} failed:** {piece['error']}\n" for name, piece in record["pieces"].items() if piece["error"])
-    pieces = [record["pieces"][name] for name in record["planned"] if name in record["pieces"]]
-    for here, group in itertools.groupby(pieces, key=lambda piece: piece["environment"]):
-        same = list(group)
-        commands = ", ".join(dict.fromkeys(f"`{piece['command']}`" for piece in same))
-        text += "\n" + "; ".join(f"{name} {value}" for name, value in here.items()) + f". Command: {commands}.\n"
-        for _, rows in itertools.groupby((row for piece in same for row in piece["rows"]), key=tuple):
-            text += "\n" + markdown(list(rows))
+    text = f"# {part.name.capitalize()}\n\nPart {part.letter} of [`make hopper`](index.md): {part.what}.\n\n"
+    text += "**A dry run on a CPU: no figure here is a measurement.**\n\n" if record["dry"] else ""
+    text += "; ".join(f"{name} {value}" for name, value in record["environment"].items())
+    text += f". Command: {', '.join(f'`{command}`' for command in record['commands'])}.\n"
+    text += "".join(f"\n**{name}:** {record['errors'].get(name, 'not measured yet')}\n" for name in left(record))
+    for _, rows in itertools.groupby(rows_of(record), key=tuple):
+        text += "\n" + markdown(list(rows))
     return text
 
 
@@ -116,10 +114,10 @@ def write(folder: Path) -> None:
     rows = table({part: state(record) for part, record in records.items()})
     folder.mkdir(parents=True, exist_ok=True)
     for row, (part, record) in zip(rows, records.items(), strict=True):
-        if record["pieces"]:
+        if record["rows"] | record["errors"]:
             row["part"] = f"[{row['part']}]({part.name}.md)"
             (folder / f"{part.name}.md").write_text(page(part, record))
-    measured = any(record["pieces"] for record in records.values())
+    measured = any(record["rows"] for record in records.values())
     texts = {
         "state": "" if measured else "**Not measured yet:** no figure of this project comes from a GPU.",
         "parts": markdown(rows, note=f"{ESTIMATED} If a part takes more than one command, repeat it."),

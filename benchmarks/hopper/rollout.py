@@ -42,23 +42,20 @@ def measure(name: str, setup: Setup) -> list[Row]:
     variables = environment(ours)
     os.environ.clear()
     os.environ.update(variables)
-    base = {tuple(row.values())[1:4]: row["decode tokens/s"] for row in setup.earlier if row["mode"] == STOCK_BF16}
-    rows = []
-    for load, (prefill, decode) in zip(loads, serve(ours, loads), strict=True):
-        row = {"mode": name, **dict(zip(("requests", "prompt", "response"), load, strict=True))}
-        row |= {"prefill tokens/s": prefill, "decode tokens/s": decode, "decode, times BF16": decode / base.get(load, math.nan)}
-        rows.append(row)
-    return rows
+    rows = [{"mode": name, **row} for row in serve(ours, loads)]
+    base = {(row["requests"], row["prompt"]): row["decode tokens/s"] for row in setup.earlier if row["mode"] == STOCK_BF16}
+    ratios = [row["decode tokens/s"] / base.get((row["requests"], row["prompt"]), math.nan) for row in rows]
+    return [row | {"decode, times BF16": ratio} for row, ratio in zip(rows, ratios, strict=True)]
 
 
-def serve(ours: Job, loads: Sequence[Load]) -> list[tuple[float, float]]:
+def serve(ours: Job, loads: Sequence[Load]) -> list[Row]:
     """Tokens per second of prefill and decoding: medians of turns. Decoding takes what all tokens take beyond the first."""
     from jetrl_patch import session
     from jetrl_patch.adapters.vllm.sample import build_engine, generate
 
     if ours.stock is None:
         session.enable(ours.config)
-    engine, speeds = build_engine(ours, max(prompt + response for _, prompt, response in loads)), []
+    engine, rows = build_engine(ours, max(prompt + response for _, prompt, response in loads)), []
     for requests, prompt, response in loads:
         prompts = [[(7 * i + j) % 200 + 2 for j in range(prompt)] for i in range(requests)]
         turns: dict[int, list[float]] = {1: [], response: []}
@@ -68,6 +65,8 @@ def serve(ours: Job, loads: Sequence[Load]) -> list[tuple[float, float]]:
                 generate(engine, prompts, tokens, ours.temperature)
                 seconds.append(time.perf_counter() - start)
         first, whole = (statistics.median(seconds[1:]) for seconds in turns.values())  # the first turn warms up
-        speeds.append((requests * prompt / first, requests * (response - 1) / (whole - first) if whole > first else math.nan))
+        decode = requests * (response - 1) / (whole - first) if whole > first else math.nan
+        row = {"requests": requests, "prompt": prompt, "response": response, "prefill tokens/s": requests * prompt / first}
+        rows.append(row | {"decode tokens/s": decode})
     engine.llm_engine.engine_core.shutdown()
-    return speeds
+    return rows

@@ -57,10 +57,11 @@ class Engine:
 
     def __init__(self, weights: Mapping[str, Tensor], fp8: bool) -> None:
         self.layers = [name.removesuffix(".weight") for name in weights] if fp8 else []
+        self.device = next(iter(weights.values())).device
         self.tensors = {name: torch.zeros_like(w, dtype=torch.float8_e4m3fn if fp8 else w.dtype) for name, w in weights.items()}
-        for layer in self.layers:
-            w = weights[f"{layer}.weight"]
-            self.tensors[f"{layer}.weight{SCALE_SUFFIX}"] = torch.zeros([-(-n // 128) for n in w.shape], device=w.device)
+        if fp8:
+            shapes = {name + SCALE_SUFFIX: [-(-n // 128) for n in w.shape] for name, w in weights.items()}
+            self.tensors |= {name: torch.zeros(shape, device=self.device) for name, shape in shapes.items()}
 
     def quantized_layers(self) -> list[str]:
         return self.layers
@@ -88,18 +89,15 @@ class Engine:
 
 def sync(weights: dict[str, Tensor], engine: Engine, terms: Terms) -> None:
     """Quantize, send, poison, load and compare digests."""
-    backend, receiver = get_backend(terms.backend), Receiver(engine, terms)
-    stream = quantized_stream(
-        iter(weights.items()), terms=terms, layers=engine.layers, stats=SyncStats(),
-        shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},
-        quantize=lambda name, weight: backend.quantize_weight(weight, "pow2"),
-    )  # fmt: skip
-    for bucket in pack(stream, next(iter(weights.values())).device):
+    receiver, shapes = Receiver(engine, terms), {name: tuple(w.shape) for name, w in weights.items()}
+    quantize = lambda name, weight: get_backend(terms.backend).quantize_weight(weight, "pow2")  # noqa: E731
+    names = {"terms": terms, "layers": engine.layers, "shapes": shapes, "stats": SyncStats(), "quantize": quantize}
+    for bucket in pack(quantized_stream(iter(weights.items()), **names), engine.device):
         receiver.on_bucket(unpack(bucket.flat, bucket.entries))
     receiver.finish()
 
 
 def plain(weights: dict[str, Tensor], engine: Engine) -> None:
     """Every weight in BF16, in the same buckets, without a manifest, digests or poison."""
-    for bucket in pack(iter(weights.items()), next(iter(weights.values())).device):
+    for bucket in pack(iter(weights.items()), engine.device):
         engine.load(unpack(bucket.flat, bucket.entries))

@@ -68,8 +68,7 @@ def _measure(mode: str, variant: str, setup: Setup) -> Row:
     from jetrl_patch.exact.ops import token_log_probs
 
     cuda, settings, formula, counted = not setup.dry, MODES[mode], logprobs_from_logits, PHASES
-    flash = cuda and importlib.util.find_spec("flash_attn") is not None
-    model = build(LAYERS, setup, "flash_attention_2" if flash else "sdpa")
+    model = build(LAYERS, setup, "flash_attention_2" if cuda and importlib.util.find_spec("flash_attn") else "sdpa")
     if settings is not None:
         settings = settings.replace(backend=setup.backend)
         jetrl_patch.enable(settings)

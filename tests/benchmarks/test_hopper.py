@@ -152,7 +152,7 @@ def command(tmp_path, monkeypatch):
     def run(*pieces, here=HERE, **options):
         module = types.SimpleNamespace(pieces=lambda dry: list(pieces), measure=pieces_that_end.measure)
         monkeypatch.setitem(sys.modules, "benchmarks.hopper.kernels", module)
-        monkeypatch.setattr(record, "environment", lambda backend: here | {"backend": backend})
+        monkeypatch.setattr(record, "environment", lambda backend: {**here, "backend": here.get("backend", backend)})
         args = argparse.Namespace(out=tmp_path, command="the command", again=False)
         vars(args).update(options)
         done = hopper.run(KERNELS, Setup(False, tmp_path), args)
@@ -161,20 +161,16 @@ def command(tmp_path, monkeypatch):
     return run
 
 
-def rows(found):
-    return [row for piece in found["pieces"].values() for row in piece["rows"]]
-
-
 def test_pieces_are_measured_once_and_the_next_command_goes_on(command, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(hopper, "in_a_process", lambda function, *given, seconds: now.append(now.pop() + 200) or function(*given))
     monkeypatch.setattr(hopper.time, "monotonic", lambda: now[0])
     done, found = command("x", "y", "z")
     assert not done and "1 pieces are left for the next command" in capsys.readouterr().out
-    assert list(found["pieces"]) == ["x", "y"] and record.state(found) == "2 of 3 pieces"
-    assert "not measured: z" in record.page(KERNELS, found)
+    assert list(found["rows"]) == ["x", "y"] and record.state(found) == "2 of 3 pieces"
+    assert "**z:** not measured yet" in record.page(KERNELS, found)
     done, found = command("x", "y", "z")
-    assert done and record.state(found) == "done" and [row["earlier"] for row in rows(found)] == [0, 1, 2]
+    assert done and record.state(found) == "done" and [row["earlier"] for row in record.rows_of(found)] == [0, 1, 2]
     assert command("x", "y", "z")[1] == found
     assert command("x", "y", "z", again=True)[1] != found  # two of three fit into a command
 
@@ -182,17 +178,17 @@ def test_pieces_are_measured_once_and_the_next_command_goes_on(command, monkeypa
 def test_a_piece_that_fails_leaves_the_others_and_the_next_command_tries_it_again(command):
     """Whether it raises or ends its process."""
     done, found = command("raises", "dies", "x")
-    assert not done and record.state(found) == "done, 2 failed" and [row["piece"] for row in rows(found)] == ["x"]
-    errors = [piece["error"] for piece in found["pieces"].values()]
-    assert errors[0] == "MemoryError: out of memory" and errors[1].startswith("BrokenProcessPool: ") and not errors[2]
-    assert "**raises failed:** MemoryError: out of memory" in record.page(KERNELS, found)
-    assert record.left(found, found["pieces"]["x"]["environment"]) == ["raises", "dies"]
-    assert record.left(found | {"planned": ["raises", "new"]}, found["pieces"]["x"]["environment"])[0] == "new"
+    assert not done and record.state(found) == "done, 2 failed" and list(found["rows"]) == ["x"]
+    assert found["errors"]["raises"] == "MemoryError: out of memory" and found["errors"]["dies"].startswith("BrokenProcessPool: ")
+    assert "**raises:** MemoryError: out of memory" in record.page(KERNELS, found)
+    assert record.left(found) == ["raises", "dies"] and record.left(found | {"planned": ["raises", "new"]})[0] == "new"
+    again = command("raises", "dies", "x")[1]
+    assert list(again["rows"]) == ["x"] and list(again["errors"]) == ["raises", "dies"]
 
 
 def test_a_piece_that_misses_its_target_has_failed(command):
     done, found = command("misses", "x")
-    assert not done and record.state(found) == "done, 1 failed" and not record.left(found, HERE | {"backend": "auto"})
+    assert not done and record.state(found) == "done, 1 failed" and not record.left(found)
 
 
 def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, monkeypatch):
@@ -202,19 +198,29 @@ def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, mo
     monkeypatch.setattr(hopper, "MARGIN", 4.0)
     before, start = {process.pid for process in psutil.Process().children(recursive=True)}, time.monotonic()
     done, found = command("sleeps", "x")
-    assert not done and time.monotonic() - start < 60 and list(found["pieces"]) == ["sleeps"]
-    assert found["pieces"]["sleeps"]["error"] == "TimeoutError: it did not end within 5 s"
+    assert not done and time.monotonic() - start < 60 and not found["rows"]
+    assert found["errors"] == {"sleeps": "TimeoutError: it did not end within 5 s"}
     left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
     assert not [each for each in left if "time.sleep(300)" in " ".join(each.cmdline())]
 
 
-@pytest.mark.parametrize("change", [{"torch": "3"}, {"backend": "triton"}, {"vllm": "1"}, {"code": "def"}])
-def test_what_another_machine_or_other_software_found_is_measured_again(command, change):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"torch": "3"}, "its results are of torch 2, found torch 3."),
+        ({"backend": "triton"}, "of backend auto, found backend triton."), ({"vllm": "1"}, "of vllm none, found vllm 1."),
+        ({"code": "def"}, "of code abc, found code def."),
+    ],
+)  # fmt: skip
+def test_a_record_is_of_one_machine_and_its_software(command, capsys, change, says):
     _, found = command("x")
-    here = HERE | {"backend": "auto"}
-    assert not record.left(found, here) and record.left(found, here | change) == ["x"]
     text = record.page(KERNELS, found)
     assert "torch 2; device H200; code abc; backend auto. Command: `the command`." in text
+    done, after = command("x", "y", here=HERE | change)
+    said = capsys.readouterr().out
+    assert not done and after == found and says in said and "--again" in said and "another --out" in said
+    done, after = command("x", "y", here=HERE | change, again=True)
+    assert done and list(after["rows"]) == ["x", "y"] and after["environment"].items() >= change.items()
 
 
 def test_the_environment_tells_the_code_and_the_backend(monkeypatch):
@@ -232,8 +238,11 @@ def test_a_file_of_something_else_is_refused(tmp_path):
             record.load(tmp_path, KERNELS)
 
 
-def piece(*found, error=""):
-    return {"environment": HERE, "command": "c", "rows": list(found), "error": error}
+def made(planned, dry=False, errors=(), **rows):
+    """A record."""
+    return {
+        "planned": planned, "dry": dry, "environment": HERE, "commands": ["c"], "rows": rows, "errors": dict(errors),
+    }  # fmt: skip
 
 
 def test_the_pages_are_those_of_the_records(tmp_path):
@@ -249,17 +258,17 @@ def test_a_part_has_a_page_once_it_was_measured(tmp_path):
     record.write(tmp_path)
     (index,) = tmp_path.iterdir()
     assert "**Not measured yet:**" in index.read_text() and "| a, tests |" in index.read_text()
-    record.save(tmp_path, find(["f"])[0], {"planned": ["x"], "dry": False, "pieces": {"x": piece({"a": 1})}})
+    record.save(tmp_path, find(["f"])[0], made(["x"], x=[{"a": 1}]))
     record.write(tmp_path)
     assert sorted(f.name for f in tmp_path.glob("*.md")) == ["index.md", "sync.md"]
     assert "[f, sync](sync.md)" in index.read_text() and "Not measured yet" not in index.read_text()
 
 
 def test_rows_with_the_same_columns_make_a_table():
-    pieces = {"x": piece({"a": "1|2"}, {"a": 2}), "y": piece({"b": 3}), "z": piece(error="no")}
-    text = record.page(KERNELS, {"planned": ["x", "y", "z", "w"], "dry": True, "pieces": pieces})
-    assert "A dry run" in text and "not measured: w" in text and "**z failed:** no" in text
-    assert text.endswith("Command: `c`.\n\n| a |\n| --- |\n| 1/2 |\n| 2 |\n\n| b |\n| --- |\n| 3 |\n")
+    found = made(["x", "y", "z", "w"], dry=True, errors={"z": "no"}, x=[{"a": "1|2"}, {"a": 2}], y=[{"b": 3}])
+    text = record.page(KERNELS, found)
+    assert "A dry run" in text and "**w:** not measured yet" in text and "Command: `c`.\n\n**w" in text
+    assert text.endswith("\n\n**z:** no\n\n| a |\n| --- |\n| 1/2 |\n| 2 |\n\n| b |\n| --- |\n| 3 |\n")
 
 
 @pytest.mark.parametrize(("words", "backend"), [([], "auto"), (["--without-deep-gemm"], "triton")])
@@ -411,6 +420,6 @@ def test_the_dry_run(tmp_path):
     for part in PARTS:
         found = record.load(tmp_path / "out", part)
         assert found["dry"] and record.state(found) == "done", part.name
-        assert all(piece["rows"] for piece in found["pieces"].values()), part.name
+        assert all(found["rows"].values()), part.name
         assert "A dry run on a CPU" in (tmp_path / "out" / f"{part.name}.md").read_text()
-    assert record.load(tmp_path / "out", find(["c"])[0])["pieces"]["exact, CUDA graphs; 2"]["rows"][0]["bit-equal"] == 1.0
+    assert record.load(tmp_path / "out", find(["c"])[0])["rows"]["exact, CUDA graphs; 2"][0]["bit-equal"] == 1.0
