@@ -125,7 +125,7 @@ def kernel(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) ->
 # ---- A Hopper GPU that records --------------------------------------------------------------------------------------
 
 
-def _fp8_gemm_nt(a: Any, b: Any, d: Tensor, c: Tensor | None = None, **settings: Any) -> None:
+def _fp8_gemm_nt(a: Any, b: Any, d: Tensor, c: Tensor | None = None, recipe: Any = None, compiled_dims: str = "nk") -> None:
     """Records DeepGEMM's product, which also reads ``d`` if it adds to it."""
     (q, s), (w, sw) = a, b
     name, peak = ("deep_gemm 1D2D", "fp8") if c is None else ("deep_gemm 1D1D", "fp8_wgrad")
