@@ -98,6 +98,19 @@ def test_a_cascade_is_refused() -> None:
         builder.build(0, SimpleNamespace(causal=False))
 
 
+def prefill(table: torch.Tensor, slots: torch.Tensor, tokens: int) -> Any:
+    """The metadata of a step in which one request of so many tokens is computed."""
+    common = SimpleNamespace(
+        num_actual_tokens=tokens,
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        block_table_tensor=table,
+        slot_mapping=slots,
+        causal=True,
+    )
+    return ExactCudaAttentionBuilder(None, [], None, torch.device("cpu")).build(0, common)
+
+
 @pytest.mark.parametrize("pairs", [False, True], ids=["4d", "5d"])
 @pytest.mark.parametrize("head_major", [False, True])
 def test_it_reads_every_layout_of_the_cache(head_major: bool, pairs: bool) -> None:
@@ -116,15 +129,7 @@ def test_it_reads_every_layout_of_the_cache(head_major: bool, pairs: bool) -> No
             cache[block, :, place] = torch.stack((k[t], v[t]))
         else:
             cache[block, :, place] = torch.cat((k[t], v[t]), -1)
-    common = SimpleNamespace(
-        num_actual_tokens=T,
-        query_start_loc=torch.tensor([0, T], dtype=torch.int32),
-        seq_lens=torch.tensor([T], dtype=torch.int32),
-        block_table_tensor=table,
-        slot_mapping=torch.zeros(T, dtype=torch.int64),
-        causal=True,
-    )
-    metadata = ExactCudaAttentionBuilder(None, [], None, torch.device("cpu")).build(0, common)
+    metadata = prefill(table, torch.zeros(T, dtype=torch.int64), T)
     layer = ExactCudaAttentionImpl(H, D, D**-0.5, KH)
     padded = torch.cat((q, q[:3]))  # vLLM may hand more rows than there are tokens
     output = torch.full((T + 3, H, D), 7.0, dtype=BF16)
@@ -150,15 +155,7 @@ def test_an_fp8_cache_is_filled_and_read_as_the_trainer_rounds(head_major: bool,
     slots = table[0, torch.arange(T) // size].long() * size + torch.arange(T) % size
     padded = torch.cat((slots, torch.full((3,), -1)))
     layer.do_kv_cache_update(None, *(torch.cat((t, t[:5])) for t in (k, v)), cache, padded)
-    common = SimpleNamespace(
-        num_actual_tokens=T,
-        query_start_loc=torch.tensor([0, T], dtype=torch.int32),
-        seq_lens=torch.tensor([T], dtype=torch.int32),
-        block_table_tensor=table,
-        slot_mapping=padded,
-        causal=True,
-    )
-    metadata = ExactCudaAttentionBuilder(None, [], None, torch.device("cpu")).build(0, common)
+    metadata = prefill(table, padded, T)
     output, cu = torch.empty(T, H, D, dtype=BF16), torch.tensor([0, T], dtype=torch.int32)
     layer.forward(None, q, k, v, cache, metadata, output)
     assert torch.equal(output, ops.attention_varlen(q, k, v, cu, D**-0.5, fp8=True))
