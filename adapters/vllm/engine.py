@@ -115,7 +115,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     ours = quantization_name(config)
     if args.quantization not in (None, ours) or args.quantization_config is not None:
         required, found = f"{ours!r}, for precision={config.precision!r}", repr(args.quantization or args.quantization_config)
-        fix = "leave quantization unset, or use precision='bf16'"
+        fix = f"leave quantization unset, or use {UNQUANTIZED}"
         raise ConflictError(explain("vLLM quantization", required=required, found=found, fix=fix))
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
         raise _not_bf16(args.dtype, "leave dtype at 'auto' or set it to 'bfloat16'")

@@ -11,7 +11,7 @@ import torch
 from jetrl_patch.backends import rowwise
 from jetrl_patch.backends.quantize import Quantized, quantize_weight
 from jetrl_patch.backends.transformer_engine import is_te_tensor, take
-from jetrl_patch.errors import ModelError, SyncError
+from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError
 from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.sync.delta import NamedTensor, Sent, SyncStats
 from jetrl_patch.sync.digest import Pending, read, start
@@ -292,7 +292,7 @@ def check_fits(weights: Iterable[NamedTensor], where: str) -> None:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ModelError(
             f"{where} does not fit FP16, whose largest value is {_MAX:g}: {'; '.join(found[:3])}{more}. "
-            f"Use precision='bf16' for this model."
+            f"Use {UNQUANTIZED} for this model."
         )
 
 
@@ -307,7 +307,7 @@ def fp16_stream(weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[Na
         if why:
             raise SyncError(
                 f"{name} has {why}, which FP16 cannot hold (largest value {_MAX:g}), so the weight sync stops. Check the last "
-                f"optimizer steps (gradient norm, learning rate), or use precision='bf16'."
+                f"optimizer steps (gradient norm, learning rate), or use {UNQUANTIZED}."
             )
         half = weight.detach().to(torch.float16) if weight.is_floating_point() else weight
         stats.total += half.nbytes

@@ -12,7 +12,7 @@ look normal, so it is an error here.
 from __future__ import annotations
 
 from jetrl_patch import session
-from jetrl_patch.errors import PrecisionError
+from jetrl_patch.errors import UNQUANTIZED, PrecisionError
 
 #: good steps after which the scale is doubled (Precision-RL, arXiv 2510.26788)
 GROWTH_INTERVAL = 400
@@ -63,7 +63,7 @@ class LossScale:
             raise PrecisionError(
                 f"FP16 training: {self.in_a_row} optimizer steps in a row were skipped because their gradients held NaN or "
                 f"Inf (loss scale now {scale:g}), so nothing is learned. Check the loss and the weights for NaN, lower the "
-                f"learning rate, or use precision='bf16'."
+                f"learning rate, or use {UNQUANTIZED}."
             )
 
     def figures(self) -> dict[str, float]:
@@ -76,5 +76,5 @@ def at_smallest(in_a_row: int) -> PrecisionError:
     return PrecisionError(
         f"FP16 training: gradients held NaN or Inf at the smallest loss scale ({SMALLEST:g}), after {in_a_row} skipped steps "
         f"in a row. An activation or the loss itself is NaN or beyond FP16's range, which no loss scale fixes. Use "
-        f"precision='bf16'."
+        f"{UNQUANTIZED}."
     )
