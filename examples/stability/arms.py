@@ -23,12 +23,14 @@ class Arm:
         correction: as in ``Config``.
         objective: ``ppo`` (GRPO's clipped objective), ``pg-seq-is`` (Precision-RL's policy gradient) or ``gspo``.
         align: as in ``Config``; None for the precision's default.
+        kv_cache: as in ``Config``.
     """
 
     precision: str
     correction: str = "none"
     objective: str = "ppo"
     align: str | None = None
+    kv_cache: str = "auto"
 
     @property
     def bits(self) -> int | None:
@@ -40,14 +42,15 @@ class Arm:
     def config(self) -> Config:
         """The plugin's settings. The loop applies corrections itself, with the plugin's formulas."""
         settings: dict[str, Any] = {"precision": self.precision if self.bits is None else "bf16", "monitor_every": 0}
-        settings["align"] = self.align
+        settings |= {"align": self.align, "kv_cache": self.kv_cache}
         return Config(**settings)
 
     @property
     def name(self) -> str:
-        """``fp8-rollout``, ``int3-rollout+tis``, ``bf16 pg-seq-is``, ``fp8-unified/linear``."""
+        """``fp8-rollout``, ``int3-rollout+tis``, ``bf16 pg-seq-is``, ``fp8-unified/linear``, ``fp8-unified kv-fp8``."""
         name = self.precision + ("" if self.align is None else f"/{self.align}")
         name += "" if self.correction == "none" else f"+{self.correction}"
+        name += "" if self.kv_cache == "auto" else f" kv-{self.kv_cache}"
         return name if self.objective == "ppo" else f"{name} {self.objective}"
 
     @property

@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--correction", default="none")
     parser.add_argument("--objective", default="ppo", choices=OBJECTIVES)
     parser.add_argument("--align")
+    parser.add_argument("--kv_cache", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true", help="save the trainer, and go on from the one that was saved")
@@ -202,7 +203,7 @@ def main() -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    arm = Arm(precision=args.precision, correction=args.correction, objective=args.objective, align=args.align)
+    arm = Arm(**{field.name: getattr(args, field.name) for field in fields(Arm)})
     try:
         setting = Setting(**{field.name: getattr(args, field.name) for field in fields(Setting)})
     except ValueError as error:
@@ -211,7 +212,7 @@ def main() -> None:
         parser.error(f"old rollout: required no correction, whose ratios would all be 1, found {arm.correction}")
     identity = {
         "precision": args.precision, "align": arm.config.resolved_align, "correction": args.correction, "seed": args.seed,
-        "objective": args.objective, "setting": setting.changed(),
+        "objective": args.objective, "kv_cache": args.kv_cache, "setting": setting.changed(),
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     states = States(args.out) if args.resume else None

@@ -45,6 +45,7 @@ ARMS = (
     Arm(precision="fp8-rollout", correction="tis"),
     Arm(precision="fp8-rollout", correction="mis"),
     Arm(precision="int8-rollout"),
+    Arm(precision="fp8-unified", kv_cache="fp8"),
 )
 BASE = Setting(
     task="smollm2", steps=10, learning_rate=3e-5, prompts=2, group=8, updates=2, response_tokens=32, validate_every=10,
@@ -83,8 +84,8 @@ def jobs(settings: Sequence[str], arms: Sequence[Arm], seeds: Sequence[int]) -> 
 def keep(job: Job, run: Run, folder: Path = RECORDS) -> Path:
     """Write a completed run's record: a line a step, with the metrics to five digits. Returns its path."""
     identity = {
-        "precision": run.precision, "align": run.align, "correction": job.arm.correction, "seed": run.seed,
-        "setting": job.setting.changed(),
+        "precision": run.precision, "align": run.align, "correction": job.arm.correction, "kv_cache": job.arm.kv_cache,
+        "seed": run.seed, "setting": job.setting.changed(),
     }  # fmt: skip
     lines = []
     for step, data in sorted(run.steps.items()):
@@ -144,7 +145,7 @@ def table(runs: Mapping[Job, Run]) -> str:
         # a run without a correction masks nothing
         masked = "–" if arm.correction == "none" else f"{mean('jetrl/masked_fraction'):.1%}"
         name = f"`{arm.precision}`" + ", exact" * arm.config.exact + f", {arm.align}" * bool(arm.align)
-        name += f" + `{arm.correction}`" * (arm.correction != "none")
+        name += f" + `{arm.correction}`" * (arm.correction != "none") + ", FP8 KV cache" * (arm.kv_cache == "fp8")
         pairs = ((found.score, exact.score), (found.held_out, exact.held_out))
         compared = ["–" if arm == EXACT else below(ours, theirs) for ours, theirs in pairs]
         lines.append(

@@ -107,6 +107,9 @@ def test_arms_say_who_quantizes() -> None:
     assert Arm(precision="int3-rollout", correction="tis").name == "int3-rollout+tis"
     linear = Arm(precision="fp8-unified", align="linear")
     assert (linear.slug, linear.config.exact) == ("fp8-unified-linear", False)
+    small_cache = Arm(precision="fp8-unified", kv_cache="fp8")
+    assert (small_cache.slug, small_cache.config.kv_cache) == ("fp8-unified-kv-fp8", "fp8")
+    assert small_cache.arguments()[-2:] == ["--kv_cache", "fp8"]
 
 
 def made_up(accuracy: dict[int, float], reward: float, steps: int = 100) -> Run:
