@@ -233,7 +233,7 @@ class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
         """Write ``key`` and ``value [T, KH, D]`` to the slots of their tokens; slot -1 is padding."""
         if self.kv_cache_dtype == VLLM_DTYPE:
             count = slot_mapping.shape[0]
-            _fp8_pages(kv_cache, self.num_kv_heads, self.head_size).store(key[:count], value[:count], slot_mapping)
+            Pages.of(kv_cache, self.num_kv_heads, self.head_size).store(key[:count], value[:count], slot_mapping)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
@@ -244,12 +244,8 @@ class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """View a BF16 cache in any layout of vLLM's Triton backend, an FP8 cache in the project's."""
         if self.kv_cache_dtype == VLLM_DTYPE:
-            return _fp8_pages(kv_cache, self.num_kv_heads, self.head_size)
+            return Pages.of(kv_cache, self.num_kv_heads, self.head_size)
         return paged_keys_and_values(kv_cache, self.head_size)
-
-
-def _fp8_pages(kv_cache: torch.Tensor, kv_heads: int, width: int) -> Pages:
-    return Pages.of(kv_cache, kv_cache[0].numel() // (kv_heads * (2 * width + 8)), kv_heads, width)
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):

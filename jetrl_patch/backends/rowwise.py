@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.backends.quantize import Quantized, scale_from_amax
+from jetrl_patch.backends.quantize import Quantized, scale_from_amax, to_fp8
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import AMAX_FLOOR, FP8, FP8_MAX, ScaleFormat
+from jetrl_patch.kernels.formats import AMAX_FLOOR, ScaleFormat
 
 # ---- FP8 with one scale per output channel and per token, an alternative to 128-blocks -----------
 # For a row x:  s = max(amax, 1e-10) / 448 in FP32 (rounded up to a power of two in scale format "pow2");
@@ -22,7 +22,7 @@ def quantize_fp8_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize weights [N, K] or activations [M, K] to e4m3fn of the same shape and FP32 scales [rows, 1], "channels"."""
     x = x_MK.float()
     scale_M1 = scale_from_amax(x.abs().amax(-1, keepdim=True), scale_format)
-    return Quantized((x / scale_M1).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_M1, "channels", scale_format)
+    return Quantized(to_fp8(x / scale_M1), scale_M1, "channels", scale_format)
 
 
 # ---- The reference INT8 quantizer. This code is the contract -------------------------------------

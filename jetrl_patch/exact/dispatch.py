@@ -14,8 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from jetrl_patch.backends import choose_backend
-from jetrl_patch.backends.capability import check_exact_cuda
-from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.native import ops
 
 #: op -> the module of its Triton kernel
@@ -30,16 +29,13 @@ def configure(backend: str, device_type: str = "cpu") -> str:
 
     On CUDA every backend uses the Triton ops, except ``backend="torch"``, which uses the slow formulas.
 
-    Raises:
-        ConfigError: the backend cannot run here, or the ops cannot run on this GPU.
+    Raises ConfigError if the backend cannot run here, or the ops cannot run on this GPU.
     """
     chosen = choose_backend(backend, device_type)
     if device_type != "cpu":
         chosen = "triton" if backend != "torch" and device_type == "cuda" else "torch"
-        ok, reason = check_exact_cuda() if chosen == "triton" else (True, "")
-        if not ok:
-            asked, fix = "an NVIDIA GPU of compute capability 8.0 or newer with triton", "use align='linear' on CUDA"
-            raise ConfigError(explain("align='exact' on CUDA", required=asked, found=reason, fix=fix))
+        if chosen == "triton":
+            refuse_exact_on("cuda")
     _chosen[device_type] = chosen
     return chosen
 
@@ -72,8 +68,7 @@ def kernel_for(op: str, tensor: Tensor) -> Callable[..., Any] | None:
 def kernels_serve(tensor: Tensor, unless_chosen: bool = False) -> bool:
     """Whether the Triton kernels were chosen for this tensor's device. Unlike ``implementation``, this never chooses.
 
-    Args:
-        unless_chosen: the answer if nothing was chosen, as with ``align="linear"``.
+    ``unless_chosen`` is the answer if nothing was chosen, as with ``align="linear"``.
     """
     chosen = _chosen.get(tensor.device.type)
     return unless_chosen if chosen is None else chosen == "triton"

@@ -57,7 +57,7 @@ class Pages(NamedTuple):
     v_scale: Tensor
 
     @classmethod
-    def of(cls, cache: Tensor, size: int, kv_heads: int, width: int) -> Pages:
+    def of(cls, cache: Tensor, kv_heads: int, width: int) -> Pages:
         """View a cache, whose blocks hold [bytes of keys, of values, scales of keys, of values], in the order (token, head).
 
         In this order rows of bytes are aligned. Nothing else reads inside a block.
@@ -65,19 +65,18 @@ class Pages(NamedTuple):
         Args:
             cache: uint8 [blocks, ...], each block dense in memory, in any order of its dimensions.
 
-        Raises:
-            ModelError: the blocks do not have this size, or are not dense.
+        Raises ModelError if the blocks do not hold whole tokens, or are not dense.
         """
-        blocks, rows = cache.shape[0], size * kv_heads
-        found = math.prod(cache.shape[1:])
+        blocks, found, token = cache.shape[0], math.prod(cache.shape[1:]), kv_heads * (2 * width + 8)
+        size = found // token
         dense = 1 + sum((n - 1) * stride for n, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
-        if cache.dtype != torch.uint8 or found != rows * (2 * width + 8) or dense != found:
-            required = f"uint8 in dense blocks of {size} x {kv_heads} x {2 * width + 8} bytes"
+        if cache.dtype != torch.uint8 or found != size * token or dense != found:
+            required = f"uint8 in dense blocks of whole tokens, {token} bytes each"
             layout = f"{cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}"
             fix = "use a supported version of vLLM, or drop kv_cache"
             raise ModelError(explain("vLLM's FP8 KV cache", required=required, found=layout, fix=fix))
         pages = cache.as_strided((blocks, found), (cache.stride(0), 1))
-        ends = (rows * width, 2 * rows * width)
+        ends = (size * kv_heads * width, 2 * size * kv_heads * width)
         k, v = (part.unflatten(1, (size, kv_heads, width)) for part in (pages[:, : ends[0]], pages[:, ends[0] : ends[1]]))
         scales = pages[:, ends[1] :].view(torch.float32).unflatten(1, (2, size, kv_heads))
         return cls(k, v, scales[:, 0], scales[:, 1])

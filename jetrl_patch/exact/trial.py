@@ -147,7 +147,7 @@ class _Trial:
         if self.fp8:
             size = page * k.shape[1] * (2 * k.shape[2] + 8)
             raw = torch.full((sum(needs), size), 0xFF, dtype=torch.uint8, device=k.device)  # NaN as e4m3 and as FP32
-            pages = kv_cache.Pages.of(raw, page, *k.shape[1:])
+            pages = kv_cache.Pages.of(raw, *k.shape[1:])
             pages.store(k, v, slots.to(k.device))
             return pages[:2], pages[2:], table.to(k.device)
         caches = torch.full((2, sum(needs) * page, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
@@ -168,11 +168,7 @@ def compare_attention(
     heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS,
     fp8_cache: bool = False,
 ) -> Verdict:  # fmt: skip
-    """The verdict of ``compare_ops`` on attention. The default device may be any (a framework may have set meta).
-
-    Args:
-        heads: number of query heads, and of key/value heads.
-    """
+    """The verdict of ``compare_ops`` on attention, with ``heads`` query and key/value heads. The default device may be any."""
     with torch.device("cpu"):
         return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page, fp8_cache).attention)
 
@@ -200,8 +196,7 @@ def compare_ops(
 def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE, fp8_cache: bool = False) -> None:
     """Run ``compare_ops`` once per process for each device and set of sizes; never on a CPU.
 
-    Raises:
-        ModelError: an op depends on the batch or cannot run. Rollout and trainer would disagree.
+    Raises ModelError if an op depends on the batch or cannot run. Rollout and trainer would disagree.
     """
     key = (*sizes, page, fp8_cache, str(device))
     if device.type == "cpu" or key in _proven:
@@ -236,8 +231,7 @@ def choose_attention(asked: str, heads: tuple[int, int], head_dim: int, device: 
     Returns:
         ``flash3.FLASH3``, or "" for the implementation's own attention (``dispatch.implementation``).
 
-    Raises:
-        ConfigError: the setting names FlashAttention-3, which cannot be used here.
+    Raises ConfigError if the setting names FlashAttention-3, which cannot be used here.
     """
     chosen = ""
     if device.type != "cpu" and asked != "triton":

@@ -36,8 +36,7 @@ class LossScale:
         in_a_row: steps skipped since the last good one.
     """
 
-    def __init__(self, patience: int = PATIENCE) -> None:
-        self.patience = patience
+    def __init__(self) -> None:
         self.scale: float | None = None
         self.skipped = 0
         self.in_a_row = 0
@@ -59,7 +58,7 @@ class LossScale:
         self.in_a_row += 1
         if scale < SMALLEST:
             raise at_smallest(self.in_a_row)
-        if self.in_a_row >= self.patience:
+        if self.in_a_row >= PATIENCE:
             raise PrecisionError(
                 f"FP16 training: {self.in_a_row} optimizer steps in a row were skipped because their gradients held NaN or "
                 f"Inf (loss scale now {scale:g}), so nothing is learned. Check the loss and the weights for NaN, lower the "
@@ -75,6 +74,5 @@ def at_smallest(in_a_row: int) -> PrecisionError:
     """The error for gradients that overflow FP16 at any loss scale."""
     return PrecisionError(
         f"FP16 training: gradients held NaN or Inf at the smallest loss scale ({SMALLEST:g}), after {in_a_row} skipped steps "
-        f"in a row. An activation or the loss itself is NaN or beyond FP16's range, which no loss scale fixes. Use "
-        f"{UNQUANTIZED}."
+        f"in a row. An activation or the loss itself is NaN or beyond FP16's range, at any loss scale. Use {UNQUANTIZED}."
     )

@@ -73,7 +73,7 @@ def test_the_memory_of_a_block(size: int) -> None:
     """Rows of bytes are aligned to 16, nothing overlaps, and every byte has a use."""
     kv_heads, width = 2, 64
     cache = torch.zeros(3, size * kv_heads * (2 * width + 8), dtype=torch.uint8)
-    pages = kv_cache.Pages.of(cache, size, kv_heads, width)
+    pages = kv_cache.Pages.of(cache, kv_heads, width)
     for number, (view, fill) in enumerate(zip(pages, (1, 2, 3.0, 4.0), strict=True)):
         assert not view.bool().any(), number
         view.fill_(fill)
@@ -94,5 +94,5 @@ def test_the_memory_of_a_block(size: int) -> None:
     ids=["dtype", "size", "gaps"],
 )
 def test_another_memory_is_refused(cache: torch.Tensor) -> None:
-    with pytest.raises(ModelError, match=r"required uint8 in dense blocks of 16 x 2 x 136 bytes, found .* strides"):
-        kv_cache.Pages.of(cache, 16, 2, 64)
+    with pytest.raises(ModelError, match=r"required uint8 in dense blocks of whole tokens, 272 bytes each, found .* strides"):
+        kv_cache.Pages.of(cache, 2, 64)

@@ -135,7 +135,7 @@ def test_an_fp8_cache_holds_what_the_reference_rounds(width):
     strided = torch.stack((k, v), 1)  # as parts of a projection
     expected = [kv_cache.dequantize(*kv_cache.quantize(t)) for t in (k, v)]
     raw = torch.zeros(4, 16 * 3 * (2 * width + 8), dtype=torch.uint8)
-    cache, slots = kv_cache.Pages.of(raw, 16, 3, width), torch.randperm(64, generator=torch.Generator().manual_seed(0))[:50]
+    cache, slots = kv_cache.Pages.of(raw, 3, width), torch.randperm(64, generator=torch.Generator().manual_seed(0))[:50]
     slots[9] = -1
     cache.store(strided[:, 0], strided[:, 1], slots)
     stored = [kv_cache.dequantize(q, s).flatten(0, 1)[slots] for q, s in zip(cache[:2], cache[2:])]
