@@ -34,7 +34,6 @@ class CpuAdapter(Adapter):
     name: ClassVar[str] = "cpu"
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the patches for the installed frameworks."""
         if not cpu.is_cpu_run(config):
             return ()
         parts = {"torch": verl.FOR_TORCH, "verl": verl.FOR_VERL, "openrlhf": openrlhf.FOR_OPENRLHF}
@@ -63,7 +62,6 @@ class CpuAdapter(Adapter):
         return tuple(hook for name, hooks in parts.items() if is_installed(name) for hook in hooks)
 
     def services(self) -> Services:
-        """Offer the detection of CPU runs."""
         return Services(platform=cpu)
 
     def on_apply(self, config: Config, journal: Journal) -> None:

@@ -257,11 +257,9 @@ class OpenRLHFAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "openrlhf", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the patches that these settings need."""
         return needed((*PATCHES, *VISION), config)
 
     def services(self) -> Services:
-        """Offer OpenRLHF's arguments and models to the core."""
         from jetrl_patch.adapters.openrlhf import doctor
 
         return Services(trainer=doctor)

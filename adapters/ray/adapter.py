@@ -115,7 +115,6 @@ class RayAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("ray",)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the same patch in every mode."""
         return (INIT,)
 
     def check(self, config: Config) -> None:

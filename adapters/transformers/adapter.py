@@ -46,7 +46,6 @@ class TransformersAdapter(Adapter):
     requires = ("torch", "transformers")
 
     def services(self) -> Services:
-        """Offer model conversion and scoring."""
         from jetrl_patch.adapters.transformers import parity
 
         return Services(models=parity)

@@ -78,7 +78,6 @@ class FusedExactMLP(FusedMLP):
     """The same in exact mode."""
 
     def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The rollout's activation."""
         return ops.silu_mul(gate, up)
 
 

@@ -386,7 +386,6 @@ class VerlAdapter(Adapter):
         megatron.export_scales(config, journal)
 
     def on_undo(self) -> None:
-        """Reset the state of this process."""
         state.reset()
 
 

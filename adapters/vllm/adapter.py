@@ -94,7 +94,6 @@ class VllmAdapter(Adapter):
         self._unfilled: tuple[Config, Journal] | None = None  # the session whose registries ``install`` has to fill
 
     def services(self) -> Services:
-        """Offer the rollout engine."""
         from jetrl_patch.adapters.vllm import sample
 
         return Services(rollout=sample)
@@ -104,7 +103,6 @@ class VllmAdapter(Adapter):
         self._unfilled = (config, journal)
 
     def on_undo(self) -> None:
-        """Drop them."""
         self._unfilled = None
 
     def install(self) -> None:
@@ -117,7 +115,6 @@ class VllmAdapter(Adapter):
                 self._unfilled = None
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the patches that these settings need."""
         return needed((*PATCHES, *FIXES), config)
 
 

@@ -269,7 +269,6 @@ class ChannelInt8(LinearFormat):
         rowwise.check_width(name, K)
 
     def prepare(self, layer: torch.nn.Module, layout: Layout | None = None, most: int = TRAINED) -> None:
-        """Choose the integer product."""
         self._mm = rowwise.choose(self.config.backend, layer.weight.device.type)
 
     def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:

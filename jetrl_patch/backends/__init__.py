@@ -35,8 +35,7 @@ def choose_backend(name: str, device_type: str) -> str:
     Triton kernels on Hopper, and the torch reference everywhere else. The manifest of every weight sync contains the choice, so a
     run stops if its processes chose differently.
 
-    Raises:
-        ConfigError: the name is unknown, or the backend cannot run here.
+    Raises ConfigError if the name is unknown, or the backend cannot run here.
     """
     from jetrl_patch.backends.capability import CHECKS
     from jetrl_patch.native import build

@@ -42,15 +42,12 @@ class Backend:
     reads_transposed = False
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """See ``quantize.quantize_activation``."""
         return quantize.quantize_activation(x_MK, scale_format)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """See ``quantize.quantize_tokens``."""
         return quantize.quantize_tokens(x_MK, scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """See ``quantize.quantize_weight``."""
         return quantize.quantize_weight(w_NK, scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:

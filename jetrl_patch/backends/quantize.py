@@ -60,7 +60,6 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the bytes."""
         return self.q.shape
 
     @property

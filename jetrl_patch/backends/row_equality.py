@@ -225,9 +225,7 @@ def require_row_equality(
     """Run both comparisons once per process for each backend, device, shape, layout and scale format; never on a CPU.
 
     Call it before a CUDA graph is captured, because it reads results back to the host. ``most`` is the engine's largest batch.
-
-    Returns:
-        Whether they ran now.
+    Returns whether they ran now.
 
     Raises:
         ModelError: rows depend on the batch, or on the weights that theirs is fused with. Rollout and trainer would disagree.

@@ -53,8 +53,7 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
         recipe: an object of ``transformer_engine.common.recipe``, or None.
         where: the layer or place that the error names.
 
-    Raises:
-        ModelError: there is no recipe, so the layer computes in BF16, or it is another one, with another format or block.
+    Raises ModelError if there is no recipe, so the layer computes in BF16, or it is another one, with another format or block.
     """
     found = None
     if recipe is None:
@@ -86,8 +85,7 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
 def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backend: str) -> bool:
     """Whether the FP8 layers are TransformerEngine's and stay unchanged. False: all are plain ``nn.Linear``.
 
-    Raises:
-        ModelError: the layers are of both kinds, the recipe is wrong, or ``backend`` does not compute this kind.
+    Raises ModelError if the layers are of both kinds, the recipe is wrong, or ``backend`` does not compute this kind.
     """
     te = [name for name, module in layers.items() if is_te_linear(module)]
     plain = [name for name in layers if name not in set(te)]
@@ -109,8 +107,7 @@ def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backe
 def require_te_linears(model: nn.Module, expected: int) -> list[str]:
     """Names of TransformerEngine's layers in the transformer blocks.
 
-    Raises:
-        ModelError: a block has another matrix, which would silently stay in BF16, or there are not ``expected`` layers.
+    Raises ModelError if a block has another matrix, which would silently stay in BF16, or there are not ``expected`` layers.
     """
     te: list[str] = []
     others: list[str] = []
@@ -133,8 +130,7 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> Quantized:
 
     Raises:
         SyncError: the tensor is of another class, block, dtype or orientation, it holds NaN or Inf, or a scale of format "pow2"
-        is
-            not a power of two. The message names the layer.
+            is not a power of two. The message names the layer.
     """
     classes = ("Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage", "Float8BlockwiseQTensorBase")
     if not _has_base(type(weight), *classes):
@@ -168,8 +164,7 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> Quantized:
 def quantize_weight(layer: str, weight_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize a BF16 parameter as TransformerEngine's layer does, with its quantizer.
 
-    Raises:
-        SyncError: as ``take``.
+    Raises SyncError as ``take``.
     """
     return take(layer, _quantizer(scale_format, 2)(weight_NK.to(torch.bfloat16).contiguous()), scale_format)
 
@@ -180,8 +175,7 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     Returns:
         Layout "rows": e4m3fn [M, K] and FP32 [M, G].
 
-    Raises:
-        ModelError: the quantizer returns other shapes.
+    Raises ModelError if the quantizer returns other shapes.
     """
     M, K = x_MK.shape
     have = _quantizer(scale_format, 1)(x_MK.contiguous()).get_metadata()

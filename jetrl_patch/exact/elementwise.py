@@ -92,16 +92,7 @@ def rms_norm_gradients(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension.
-
-    Args:
-        x: [..., K], converted to BF16.
-        weight: [K].
-        eps: added to the mean square.
-
-    Returns:
-        BF16 [..., K].
-    """
+    """RMSNorm over the last dimension of x [..., K], which is converted to BF16, with a weight [K]: BF16 [..., K]."""
     result: Tensor = _RMSNorm.apply(x, weight, eps, False)
     return result
 
@@ -144,11 +135,7 @@ class _SiluMul(torch.autograd.Function):
 def silu_mul_gradients(
     gate: Tensor, up: Tensor, dy: Tensor, dtypes: tuple[torch.dtype, torch.dtype], kernel: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, BF16 [..., K], in ``dtypes``. Computed in FP32.
-
-    Args:
-        kernel: use the Triton kernel, not torch's operations.
-    """
+    """The gradients of gate and up, BF16 [..., K], in ``dtypes``: in FP32, by the Triton ``kernel`` or by torch's operations."""
     if kernel:
         from jetrl_patch.kernels.silu import silu_mul_backward
 
@@ -183,8 +170,7 @@ def rope_frequencies(hf_config: Any) -> Tensor:
     D is the number of elements of a head that are rotated, usually all. Both sides compute the frequencies from the config,
     because a module's buffer may have been rounded to BF16, and on the CPU, because powers on a GPU differ in the last bits.
 
-    Raises:
-        ValueError: the rope type is another one.
+    Raises ValueError if the rope type is another one.
     """
     rope = rope_parameters(hf_config)
     dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads

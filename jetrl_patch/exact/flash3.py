@@ -72,8 +72,7 @@ def attention_paged(
 ) -> tuple[Tensor, Tensor]:
     """As ``exact.attention.attention_paged``, and the log-sum-exp FP32 [T, H]. The host does not wait for the device.
 
-    Raises:
-        RuntimeError: the library is missing, which ``exact.trial`` checks first.
+    Raises RuntimeError if the library is missing, which ``exact.trial`` checks first.
     """
     kernel, missing = find()
     if kernel is None:

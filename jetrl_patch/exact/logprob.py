@@ -53,16 +53,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 1) -> Tensor:
-    """Y = bf16(X W^T), then + bias in BF16.
+    """Y = bf16(X W^T), then + bias in BF16: x [..., K], weight [N, K] and bias [N] -> BF16 [..., N].
 
-    Args:
-        x: [..., K].
-        weight: [N, K].
-        bias: [N].
-        splits: number of ranges of K whose FP32 sums a tensor-parallel rollout adds.
-
-    Returns:
-        BF16 [..., N]. Gradients use ordinary BF16 products.
+    ``splits`` is the number of ranges of K whose FP32 sums a tensor-parallel rollout adds. Gradients use ordinary BF16 products.
     """
     result: Tensor = _Linear.apply(x, weight, torch.bfloat16, splits)
     return result if bias is None else result + bias.to(torch.bfloat16)

@@ -165,8 +165,7 @@ _WAY_OUT = 'use align="linear" (shared FP8 linears, a small mismatch), or precis
 def check_family(hf_config: Any) -> Family:
     """Return the record of the model's family.
 
-    Raises:
-        ModelError: the family, or a setting of the model, is not covered. The message names it and the alternatives.
+    Raises ModelError if the family, or a setting of the model, is not covered. The message names it and the alternatives.
     """
     model_type = getattr(hf_config, "model_type", None)
     covered = covering("exact")

@@ -114,8 +114,7 @@ def route(logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None = N
         Weights FP32 [T, k], with gradient, and the experts' indices int64 [T, k], ascending. A NaN among the logits makes the
         token's weights NaN.
 
-    Raises:
-        ModelError: there are fewer than ``k`` experts to choose from, or the bias is not in FP32.
+    Raises ModelError if there are fewer than ``k`` experts to choose from, or the bias is not in FP32.
     """
     experts = logits_TE.shape[-1]
     if not 0 < k <= experts:

@@ -89,8 +89,7 @@ def split_layers(model: nn.Module, config: Config, rollout_tp: int, rollout_ep: 
 
     Raises:
         ModelError: as ``select_layers`` and ``check_experts``; or a split cuts a block, and ``on_cut`` is "refuse" or the layer
-        is
-            TransformerEngine's, which stays in FP8.
+            is TransformerEngine's, which stays in FP8.
         ConfigError: as ``ExpertSplit.of``.
     """
     names, modules = select_layers(model, config.exclude), dict(model.named_modules())
@@ -121,7 +120,7 @@ def swap_linears(
     """Turn every selected layer into an ``Fp8Linear``, and give experts their state. Parameters and names do not change.
 
     Reads no weight, so it works on meta tensors and on ZeRO-3's emptied parameters. TransformerEngine's layers already compute in
-    this format and stay as they are, or are refused.
+    this format and stay as they are, or are refused. Returns the names of the FP8 modules.
 
     Args:
         backend: a resolved name from ``backends``, not "auto".
@@ -131,11 +130,7 @@ def swap_linears(
         exact: form the FP32 sums that the rollout's ranks add in rank order, and give experts in BF16 products with independent
             rows.
 
-    Returns:
-        The names of the FP8 modules.
-
-    Raises:
-        ModelError: as ``select_layers`` and ``transformer_engine.left_alone``, or ``k_splits`` cuts a block.
+    Raises ModelError as ``select_layers`` and ``transformer_engine.left_alone``, or ``k_splits`` cuts a block.
     """
     names = select_layers(model, exclude) if names is None else list(names)
     wanted = set(names)
@@ -251,19 +246,12 @@ logger = logging.getLogger(__name__)
 
 
 def gather_in_fp8(model: nn.Module, names: Sequence[str], shards: int) -> list[str]:
-    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8. Call it before ``fully_shard``.
+    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8, and return their names. Call it before ``fully_shard``.
 
-    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is still gathered in BF16, and every rank
-    quantizes it; one log line names these layers. With one shard there is no all-gather, so this does nothing.
+    A layer whose rows do not divide into ``shards`` equal parts of whole blocks, one for each rank, is still gathered in BF16,
+    and every rank quantizes it; one log line names these layers. With one shard there is no all-gather, so this does nothing.
 
-    Args:
-        shards: the number of ranks that a weight is sharded over.
-
-    Returns:
-        The names of the layers gathered in FP8.
-
-    Raises:
-        ModelError: experts are among the layers, which FSDP gathers in one parameter per block.
+    Raises ModelError if experts are among the layers, which FSDP gathers in one parameter per block.
     """
     if shards == 1:
         return []
@@ -316,11 +304,7 @@ class Share(NamedTuple):
 
 
 def share_of(model: Any, names: Collection[str]) -> Share:
-    """Count a Hugging Face model, which may be on the meta device.
-
-    Args:
-        names: its FP8 layers, as ``select_layers`` returns them.
-    """
+    """Count a Hugging Face model, which may be on the meta device. ``names`` are its FP8 layers (``select_layers``)."""
     chosen, experts, head = set(names), expert_modules(model), model.get_output_embeddings()
     fp8_parameters = fp8_flops = flops = outside = 0.0
     for name, module in model.named_modules():

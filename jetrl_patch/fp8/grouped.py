@@ -229,18 +229,11 @@ def require_expert_equality(
     device: torch.device,
     scale_format: ScaleFormat = "pow2",
 ) -> bool:
-    """Run the comparison once per process for each kind of experts; never on a CPU. Reads results back to the host.
+    """Run the comparison once per process for each kind of experts; never on a CPU. Returns whether it ran now.
 
-    Args:
-        experts: how many there are.
-        chosen: how many a token has.
-        sizes: (hidden, width).
+    Reads results back to the host. ``experts`` is their number, ``chosen`` how many a token has, ``sizes`` (hidden, width).
 
-    Returns:
-        Whether it ran now.
-
-    Raises:
-        ModelError: this backend has no grouped products here, or a token depends on its batch.
+    Raises ModelError if this backend has no grouped products here, or a token depends on its batch.
     """
     key = (backend.name, str(device), experts, chosen, *sizes, scale_format)
     if device.type == "cpu" or key in _PROVEN:

@@ -204,8 +204,7 @@ def adopt(model: nn.Module, merge: bool) -> dict[str, float]:
     Returns:
         Name of each LoRA layer in the model -> scaling.
 
-    Raises:
-        ConfigError: there is anything of peft's but plain LoRA on linear layers of transformer blocks and of a vision tower.
+    Raises ConfigError if there is anything of peft's but plain LoRA on linear layers of transformer blocks and of a vision tower.
     """
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():

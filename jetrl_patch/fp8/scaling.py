@@ -37,8 +37,7 @@ def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Grou
         family: ``model_type`` of the model's configuration.
         asked: the setting that the error names, with its value.
 
-    Raises:
-        ModelError: the family is not covered, so moving a factor might change the model's function.
+    Raises ModelError if the family is not covered, so moving a factor might change the model's function.
     """
     covered = covering("scaling")
     if family not in covered:
@@ -115,8 +114,7 @@ def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
         recorded: the checkpoint's factor, or None if it records none.
         where: the checkpoint that the error names.
 
-    Raises:
-        ConfigError: the model was scaled when it was built, and the checkpoint is unscaled or has another factor.
+    Raises ConfigError if the model was scaled when it was built, and the checkpoint is unscaled or has another factor.
     """
     built = getattr(hf_config, RECORD, None)
     if built is None and recorded is not None:
@@ -252,11 +250,7 @@ def smoothed(
 
 
 class Smoother:
-    """Smooths the exports of one model.
-
-    Args:
-        alpha: SmoothQuant's migration strength, in (0, 1].
-    """
+    """Smooths the exports of one model. ``alpha`` is SmoothQuant's migration strength, in (0, 1]."""
 
     def __init__(self, groups: Sequence[Group], alpha: float, observer: Observer) -> None:
         self.groups, self.alpha, self.observer = tuple(groups), alpha, observer
@@ -265,8 +259,7 @@ class Smoother:
     def of(cls, model: Any, shapes: Mapping[str, tuple[int, ...]], alpha: float) -> Smoother:
         """Create the smoother of a Hugging Face model whose tensors are sent under the names of ``shapes``.
 
-        Raises:
-            ModelError: the family is not covered, so dividing a norm might change the function.
+        Raises ModelError if the family is not covered, so dividing a norm might change the function.
         """
         groups = groups_of(shapes, model.config.model_type, f"smoothing={alpha:g}")
         norms = {group.norm: model.get_submodule(group.norm.removesuffix(".weight")) for group in groups}

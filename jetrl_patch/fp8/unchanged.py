@@ -2,8 +2,7 @@
 
 On a GPU there is no cheap way to see that a weight has changed. Reading it costs two thirds of quantizing it, and reading the
 result back stalls the stream. A tensor's version does not count what FSDP2 gathers, nor what an optimizer, an EMA or a checkpoint
-writes by ``.data``
-or by a kernel of its own. So the caller, who runs the steps, promises that nothing writes:
+writes by ``.data`` or by a kernel of its own. So the caller, who runs the steps, promises that nothing writes:
 
     forward(a micro-batch) · recompute · backward · forward(the next) · … · optimizer step
     └───────────── with unchanged_weights(model): ─────────────┘
@@ -72,8 +71,7 @@ def unchanged_weights(model: nn.Module, gradients: bool = True) -> Iterator[None
     Args:
         gradients: whether backward passes follow, so W^T is made and held too.
 
-    Raises:
-        AuditError: a weight was written in an earlier block, or on a CPU in this one.
+    Raises AuditError if a weight was written in an earlier block, or on a CPU in this one.
     """
     _read()
     promise, named = Promise(gradients), _states(model)

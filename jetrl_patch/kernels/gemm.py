@@ -164,11 +164,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 def fprop_few(
     x_MK: Tensor, w_NK: Tensor, sw: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """``fprop(*quantize_rows(x), w, sw)`` for at most 64 rows, bit for bit. Scales may have any strides.
-
-    Args:
-        x_MK: BF16 with contiguous rows; any row stride.
-    """
+    """``fprop(*quantize_rows(x), w, sw)`` for at most 64 BF16 rows, each contiguous, bit for bit. Other strides are free."""
     check_input("x", x_MK)
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if M > ROWS:

@@ -68,11 +68,7 @@ def dgrad(
     g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16,
     w_KN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dX [M, K] in BF16 or FP32 from quantized operands; ``backends.quantize.dgrad`` is the reference.
-
-    Args:
-        w_KN: ``transposed(w_NK)``, if it exists already.
-    """
+    """dX [M, K] in BF16 or FP32, as ``backends.quantize.dgrad``. ``w_KN`` is ``transposed(w_NK)``, if it exists already."""
     (M, N), K = g_MN.shape, w_NK.shape[1]
     if w_NK.shape[0] != N:
         raise ValueError(f"dY {list(g_MN.shape)} and W {list(w_NK.shape)} differ in N")

@@ -145,8 +145,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return y BF16 [M, K] and 1/rms FP32 [M]. Inputs are BF16; x may have any row stride.
 
-    Raises:
-        ModelError: a row is wider than one program can hold.
+    Raises ModelError if a row is wider than one program can hold.
     """
     M, K = x_MK.shape
     if K > WIDEST:

@@ -196,8 +196,7 @@ def requantize_kernel(  # type: ignore[no-untyped-def]
 def requantize_tokens(q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
     """e4m3 [K, ceil(M / 128) * 128] and FP32 [ceil(M / 128), K] from e4m3 [M, K] and FP32 [M, G]. Tokens past M are zero.
 
-    Args:
-        q_MK: contiguous rows; any row stride. s_MG: any strides.
+    The rows of ``q_MK`` are contiguous, with any row stride; ``s_MG`` may have any strides.
     """
     check_input("activation", q_MK, FP8)
     fixed, (M, K) = options(scale_format), q_MK.shape

@@ -224,11 +224,7 @@ Bytes = tuple[Tensor, Tensor, Tensor, Tensor]
 def silu_mul_backward_both(
     gate_MK: Tensor, up_MK: Tensor, dy_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
 ) -> tuple[tuple[Tensor, Bytes], tuple[Tensor, Bytes]]:
-    """``silu_mul_backward`` in BF16, and ``quantize_both`` of each gradient, bit for bit.
-
-    Args:
-        gate_MK, up_MK, dy_MK: as for ``silu_mul_backward``. columns: as for ``quantize_rows``.
-    """
+    """``silu_mul_backward`` in BF16, and ``quantize_both`` of each gradient, bit for bit, with their arguments."""
     gate_MK, up_MK, dy_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_MK, up_MK, dy_MK))
     check_device(gate_MK, up_MK, dy_MK)
     fixed, (M, K) = options(scale_format), gate_MK.shape

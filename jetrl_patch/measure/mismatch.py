@@ -158,7 +158,6 @@ class Sums:
     min_ratio: float = float("inf")
 
     def figures(self) -> Mismatch:
-        """The figures that follow from these sums."""
         n, nan = self.tokens, float("nan")
         return Mismatch(
             tokens=n,

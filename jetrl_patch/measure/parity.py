@@ -129,8 +129,7 @@ def make_prompts(
             can have line breaks.
         tokenize: None if the model has no usable tokenizer. Prompts are then random.
 
-    Raises:
-        ConfigError: the file is missing, malformed, empty or given without a tokenizer, or the tokenizer is another model's.
+    Raises ConfigError if the file is missing, malformed, empty or given without a tokenizer, or the tokenizer is another model's.
     """
     texts: list[str] = list(SAMPLES)
     if file is not None:
@@ -188,7 +187,6 @@ class Stock:
     environment: tuple[tuple[str, str], ...] = ()
 
     def config(self) -> Config:
-        """The settings that describe the measurement."""
         return Config(precision=self.precision).resolved()
 
 

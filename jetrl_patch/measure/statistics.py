@@ -301,7 +301,6 @@ class Observer:
         return self._figures | {key: worst_of(rows[:, :8], rows[:, 8]) for key, rows in of_experts.items()}
 
     def clear(self) -> None:
-        """Forget the statistics."""
         self._figures, self._of_experts = {}, {}
 
     def arm(self, names: Iterable[str]) -> None:
@@ -321,7 +320,6 @@ class Observer:
                 self._handles[name] = module.register_forward_hook(self._once(name, see, state))
 
     def disarm(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles.values():
             handle.remove()
         for own in self._watched:

@@ -189,11 +189,7 @@ class Family:
         return part not in self.uncovered
 
     def split_layers(self, hf_config: Any) -> dict[str, int]:
-        """The layers that tensor parallelism splits along K, by their names in the model, with K if it is known.
-
-        Args:
-            hf_config: the Hugging Face config of the language model.
-        """
+        """The layers of a language model that tensor parallelism splits along K, by their names, with K if it is known."""
         widths = {layer: k for layer, size in self.row_parallel.items() if (k := width(size, hf_config))}
         kinds = (getattr(hf_config, "layer_types", None) or []) if self.delta_net else []
         absent = {"linear_attention": "self_attn.", "full_attention": "linear_attn."}

@@ -50,8 +50,7 @@ def is_quantized(name: str, exclude: Sequence[str]) -> bool:
 def experts_quantized(name: str, count: int, exclude: Sequence[str]) -> bool:
     """Whether the experts of the module ``name`` are quantized. Trainer and rollout both decide by this function.
 
-    Raises:
-        ModelError: patterns exclude some of them but not all.
+    Raises ModelError if patterns exclude some of them but not all.
     """
     layers = matrices_of(name, count)
     out = [layer for layer in layers if not is_quantized(layer, exclude)]
@@ -85,11 +84,7 @@ def cut_words(layers: Sequence[str], tp: int) -> str:
 
 
 def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
-    """Raise ModelError for a tensor-parallel size that cuts a 128-block of a row-parallel layer. Names up to two such layers.
-
-    Args:
-        layers: (name, K) of each FP8 layer.
-    """
+    """Raise ModelError for a tensor-parallel size that cuts a 128-block of a row-parallel layer. ``layers`` are (name, K)."""
     split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp)]
     if split:
         shown = ", ".join(split[:2]) + (f" and {len(split) - 2} more" if len(split) > 2 else "")

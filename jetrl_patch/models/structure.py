@@ -88,11 +88,7 @@ def has_latent_attention(hf_config: Any) -> bool:
 
 
 def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
-    """The number of experts of a block and their intermediate size; None if the model is not a supported mixture.
-
-    Args:
-        hf_config: the Hugging Face config of the whole model.
-    """
+    """The number of experts of a block and their intermediate size, from the whole model's config; None if it has no mixture."""
     if not _mixes(hf_config):
         return None
     text = _text(hf_config)

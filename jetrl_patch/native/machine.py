@@ -29,7 +29,6 @@ HOPPER = (9, 0)
 
 
 def check_python() -> Check:
-    """Whether the Python version is supported."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < MINIMUM_PYTHON:
         return False, f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is required, but this is {found}"

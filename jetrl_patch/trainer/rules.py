@@ -149,7 +149,6 @@ class Rule:
     absent: bool = False
 
     def applies(self, config: Config) -> bool:
-        """Whether the rule holds in this mode."""
         if self.scope == "changed":
             return not config.mode.only_measures
         return self.scope == "all" or (self.scope == "quantized" and config.quantized_rollout) or config.exact
@@ -193,12 +192,10 @@ is_set = bool
 
 
 def more_than_one(value: Any) -> bool:
-    """Whether a count is above one."""
     return int(value) > 1
 
 
 def positive(value: Any) -> bool:
-    """Whether a count is above zero."""
     return int(value) > 0
 
 

@@ -66,7 +66,6 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The display name."""
         return self.name or self.arm or self.source
 
     @property
@@ -219,7 +218,6 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def finite(points: Points) -> list[float]:
-    """The finite values of a series."""
     return [value for _, value in points if math.isfinite(value)]
 
 
