@@ -33,12 +33,6 @@ def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f"{patch['target']}  {patch['upstream']}\n" in text.output for patch in repairs)
 
 
-def test_the_former_name_of_status_still_works() -> None:
-    former, now = (CliRunner().invoke(app, words) for words in (["status"], ["doctor", "--status"]))
-    assert (former.exit_code, former.stdout) == (now.exit_code, now.stdout)
-    assert former.stderr.count("\n") == 1 and "use `jetrl doctor --status`" in former.stderr and not now.stderr
-
-
 def test_the_version_is_the_package_s() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"jetrl_patch {VERSION}\n")

@@ -151,13 +151,6 @@ def export(
     command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True), display)
 
 
-@app.command(hidden=True)
-def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """The former name of jetrl doctor --status."""
-    print("jetrl: `jetrl status` is deprecated; use `jetrl doctor --status`", file=sys.stderr)
-    raise typer.Exit(_status(as_json))
-
-
 def _status(as_json: bool) -> int:
     """Print what is supported and installed, and what the environment asks for. Returns 1 if a version is unsupported."""
     frameworks = {}

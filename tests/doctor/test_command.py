@@ -30,7 +30,7 @@ VERL, OPENRLHF = "verl.trainer.main_ppo", "openrlhf.cli.train_ppo_ray"
         ("python train.py verl", None, "train.py", ["verl"]),
         ("python -m verl.experimental.other a=b", "verl", "verl.experimental.other", ["a=b"]),
         ("python verl.py", None, "verl.py", []),
-        ("jetrl status", None, "jetrl status", []),
+        ("jetrl doctor", None, "jetrl doctor", []),
         ("make train", None, "make train", []),
     ],
 )
