@@ -158,7 +158,7 @@ else
 	$(TEST) $(ARGS)
 endif
 
-## engines and three RL steps with other versions: PIN="verl openrlhf oldest newest", or some of them
+## every family, engines and three RL steps with other versions: PIN="verl openrlhf oldest newest", or some of them
 # requirements/pins-NAME.txt is laid over the main environment
 PIN ?= openrlhf newest
 PINNED_verl     := tests/verl/test_e2e.py
@@ -169,7 +169,7 @@ PINNED_oldest   := tests/openrlhf/test_e2e.py
 test-pins: $(PIN:%=test-pins-%)
 
 test-pins-%: build/pins/%/.done $(SELF)
-	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m pins tests/vllm/test_exact.py $(PINNED_$*) $(ARGS)
+	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m "pins and not slow" tests/vllm/test_exact.py tests/transformers tests/test_families.py $(PINNED_$*) $(ARGS)
 
 ## compiles the Triton kernels for Hopper with verl's pinned triton (TRITON=...), and checks their budgets
 TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)

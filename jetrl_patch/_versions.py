@@ -8,7 +8,7 @@ VERSION = "0.1.0"
 #: distribution name -> (supported PEP 440 range, release that the tests run on)
 SUPPORTED = {
     "torch": (">=2.11,<2.14", "2.13.0"),
-    "transformers": (">=5.5.3,<5.18", "5.10.4"),
+    "transformers": (">=5.5.3,<5.20", "5.10.4"),
     "vllm": (">=0.24,<0.33", "0.30.0"),
     "verl": (">=0.9,<0.10", "0.9.1"),
     "openrlhf": (">=0.11.1,<0.12", "0.11.2"),

@@ -117,14 +117,17 @@ def test_the_layers_are_the_models(family: Family) -> None:
     }
 
 
+@pytest.mark.pins
 def test_one_vllm_model_merges_what_the_record_says() -> None:
     pytest.importorskip("vllm")
     from vllm.model_executor.models.registry import ModelRegistry
 
     for family in covering("exact").values():
-        if family.rollout == "vllm":
-            model = ModelRegistry._try_load_model_cls(family.causal_lm)
-            assert model is not None
+        model = ModelRegistry._try_load_model_cls(family.causal_lm)
+        assert model is not None
+        by_transformers = model.__module__.startswith("vllm.model_executor.models.transformers")
+        assert by_transformers == (family.rollout == "transformers") or family.rollout == "both"
+        if not by_transformers:
             merged = {tuple(parts) for parts in model.packed_modules_mapping.values()}
             if "mlp.shared_expert.down_proj" in family.row_parallel:  # vLLM enters it as it builds such a model
                 merged.add(("gate_proj", "up_proj"))

@@ -124,7 +124,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
     "norms": (modules.ExactNorm,),
     "RoPE": (modules.ExactRotary,),
     "activation": (modules.ExactMLP,),
-    "router": (modules.ExactRouter, modules.ExactScores, modules.ExactChoice),
+    "router": (modules.ExactRouter, modules.ExactSigmoidRouter, modules.ExactScores, modules.ExactChoice),
     "lm_head": (modules.ExactLinear,),
 }
 

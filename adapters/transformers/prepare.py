@@ -226,11 +226,11 @@ def _check_exact(model: Any) -> dict[str, type]:
         raise ModelError(explain("align='exact'", required="batch-invariant GEMMs", found=found, fix=fix))
     family = check_family(model.config)
     kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary, family.mlp: modules.ExactMLP}
-    if family.mixture:
-        kinds[family.router] = modules.ExactScores if family.chooser else modules.ExactRouter
-    if family.chooser:
-        kinds[family.chooser] = modules.ExactChoice
-    known_kinds = {*kinds, family.experts} if family.mixture else {*kinds}
+    if family.chooser and any(hasattr(module, "route_tokens_to_experts") for module in model.modules()):
+        kinds |= {family.router: modules.ExactScores, family.chooser: modules.ExactChoice}
+    elif family.mixture:
+        kinds[family.router] = modules.ExactSigmoidRouter if family.chooser else modules.ExactRouter
+    known_kinds = {*kinds, *family.experts}
     for name, module in model.named_modules():
         known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in known_kinds
         if not known and next(module.parameters(recurse=False), None) is not None:

@@ -256,7 +256,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     device_problems(vllm_config)
     family = check_family(hf_config)
     problems = {
-        "model_impl='transformers'": model.using_transformers_backend() and family.rollout != "transformers",
+        "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
         "the V2 model runner, whose log-softmax differs (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
         "FlashInfer's sampler, whose log-probs vary with the batch (set VLLM_USE_FLASHINFER_SAMPLER=0)": (

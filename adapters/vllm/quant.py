@@ -25,7 +25,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.ops import OPS, ExactHeadMethod, ExactLinearMethod
-from jetrl_patch.adapters.vllm.ranks import ExactReplicatedLinear, ExactRowParallelLinear
+from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactReplicatedLinear, ExactRowParallelLinear
 from jetrl_patch.adapters.vllm.shards import hf_name, hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
@@ -217,6 +217,7 @@ def _exact(journal: Journal) -> None:
         **{name: (op, rounding) for name, op in OPS.items()},
         "RowParallelLinear": (ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order"),
         "ReplicatedLinear": (ExactReplicatedLinear, "routers that are built without a quantization"),
+        "GateLinear": (ExactGateLinear, "routers whose kernel depends on the GPU and the number of rows"),
     }.items():
         _claim(journal, custom_op.op_registry_oot, name, op, f"vllm out-of-tree op {name!r}", reason)
     # get_rope() caches modules, so a later engine would get an earlier engine's modules, with the original class.

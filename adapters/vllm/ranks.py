@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
@@ -18,6 +19,7 @@ from jetrl_patch.adapters.vllm.formats import logger
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.ops import ExactLinearMethod
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.exact.logprob import head_linear_fp32, linear
 from jetrl_patch.fp8.mixture import added
 
 if TYPE_CHECKING:
@@ -202,3 +204,13 @@ class ExactReplicatedLinear(ReplicatedLinear):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedLinearMethod:
             self.quant_method = ExactLinearMethod()
+
+
+class ExactGateLinear(ExactReplicatedLinear, GateLinear):
+    """Replaces ``GateLinear``, the router of mixtures since vLLM 0.31: its kernel depends on the GPU and the number of rows."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """``x [T, H]`` BF16 -> logits ``[T, E]``: FP32 if the model keeps its router in FP32, otherwise BF16 as the trainer's."""
+        in_fp32 = self.weight.dtype == torch.float32
+        logits = head_linear_fp32(x, self.weight.data) if in_fp32 else linear(x, self.weight.data, self.bias)
+        return (logits, None) if self.return_bias else logits

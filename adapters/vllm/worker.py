@@ -60,8 +60,9 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
 
 def finish_model(worker: Any) -> None:
     """Swap these modules of a loaded worker. Raises ModelError if one has no exact counterpart."""
-    family, model = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type], worker.model_runner.get_model()
-    if family.rollout == "transformers":
+    config, model = worker.vllm_config.model_config, worker.model_runner.get_model()
+    family = FAMILIES[config.hf_text_config.model_type]
+    if config.using_transformers_backend():
         finish_transformers(model, family)
     elif family.chooser:  # routers by a sigmoid, which vLLM builds as torch linears in FP32
         for module in model.modules():

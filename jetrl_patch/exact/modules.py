@@ -120,8 +120,25 @@ class ExactScores:
         return ops.head_linear_fp32(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
 
 
+class ExactSigmoidRouter:
+    """A router that chooses experts by the sigmoid of FP32 logits, a bias and groups."""
+
+    weight: Tensor
+    e_score_correction_bias: Tensor
+    top_k: int
+    norm_topk_prob: bool
+    num_group: int
+    topk_group: int
+    routed_scaling_factor: float
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = ops.head_linear_fp32(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        rule = ops.Sigmoid(self.e_score_correction_bias, self.num_group, self.topk_group, self.routed_scaling_factor)
+        return logits_TE, *ops.route(logits_TE, self.top_k, self.norm_topk_prob, rule)
+
+
 class ExactChoice:
-    """A block that chooses its experts from the logits of ``ExactScores`` itself, by a sigmoid, a bias and groups."""
+    """A block that chooses its experts from the logits of ``ExactScores`` itself, as in transformers before 5.13."""
 
     gate: Any
     top_k: int

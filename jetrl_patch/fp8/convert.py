@@ -160,7 +160,7 @@ ATTRIBUTE = "jetrl_experts"
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold the experts of a block, by name. Recognized by class, so part of a model is enough."""
-    kinds = {family.experts for family in FAMILIES.values() if family.mixture}
+    kinds = {name for family in FAMILIES.values() for name in family.experts}
     return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
 
 

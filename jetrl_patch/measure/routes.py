@@ -109,11 +109,10 @@ class Replay:
         self.own: dict[int, Tensor] = {}
         self._given: tuple[Tensor, Tensor] | None = None
         families = [family for family in FAMILIES.values() if family.mixture]
-        choosers = {family.chooser for family in families} - {""}
-        routers = {family.router for family in families if not family.chooser}
+        choosers, routers = ({getattr(family, kind) for family in families} for kind in ("chooser", "router"))
         for name, module in model.named_modules():
             kind = type(module).__name__
-            if kind in choosers:
+            if kind in choosers and hasattr(module, "route_tokens_to_experts"):  # transformers before 5.13
                 module.route_tokens_to_experts = partial(self._choose, layer_number(name), module, module.route_tokens_to_experts)
             elif kind in routers:
                 module.register_forward_hook(partial(self._route, layer_number(name)))
@@ -143,16 +142,13 @@ class Replay:
         twice = (ordered_Tk.diff(dim=-1) == 0).any(-1)
         return own_Nk.index_copy(0, rows, torch.where((same | twice).unsqueeze(-1), mine_Tk, theirs_Tk))
 
-    def _route(self, layer: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """Hook on transformers' softmax routers, which return logits [N, E], weights and experts [N, k]."""
-        if self._given is None:
+    def _route(self, layer: int, router: Any, _: Any, output: Any) -> Any:
+        """Hook on transformers' routers, which return logits [N, E], weights and experts [N, k], or only logits."""
+        if self._given is None or isinstance(output, Tensor):
             return None
         logits_NE, weights_Nk, own_Nk = output
         ids_Nk = self._ids(layer, own_Nk)
-        chosen_Nk = nn.functional.softmax(logits_NE, dim=-1, dtype=torch.float32).gather(-1, ids_Nk)
-        if getattr(router, "norm_topk_prob", True):
-            chosen_Nk = chosen_Nk / chosen_Nk.sum(-1, keepdim=True)
-        return logits_NE, chosen_Nk.to(weights_Nk.dtype), ids_Nk
+        return logits_NE, _weights(router, logits_NE, ids_Nk).to(weights_Nk.dtype), ids_Nk
 
     def _choose(self, layer: int, block: Any, original: Any, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Replace ``route_tokens_to_experts`` of blocks with sigmoid scores, which returns experts and weights [N, k]."""
@@ -160,7 +156,14 @@ class Replay:
         if self._given is None:
             return own_Nk, weights_Nk
         ids_Nk = self._ids(layer, own_Nk)
-        chosen_Nk = router_logits.sigmoid().gather(-1, ids_Nk)
-        if block.norm_topk_prob:
-            chosen_Nk = chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + _TINY)
-        return ids_Nk, (chosen_Nk * block.routed_scaling_factor).to(weights_Nk.dtype)
+        return ids_Nk, _weights(block, router_logits, ids_Nk).to(weights_Nk.dtype)
+
+
+def _weights(owner: Any, logits_NE: Tensor, ids_Nk: Tensor) -> Tensor:
+    """The weights [N, k] that a router or block of transformers would give these experts."""
+    scale = getattr(owner, "routed_scaling_factor", None)  # only models with sigmoid scores have it
+    p_NE = nn.functional.softmax(logits_NE, dim=-1, dtype=torch.float32) if scale is None else logits_NE.sigmoid()
+    chosen_Nk = p_NE.gather(-1, ids_Nk)
+    if getattr(owner, "norm_topk_prob", True):
+        chosen_Nk = chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + (0.0 if scale is None else _TINY))
+    return chosen_Nk if scale is None else chosen_Nk * scale

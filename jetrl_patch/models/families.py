@@ -114,6 +114,7 @@ _RECORDS = (
         Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
         Setting("is_causal", (True,), "the shared attention is causal"),
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
+        rollout="both",  # transformers' code since vLLM 0.32
     ),
     Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_ONLY_TRANSFORMERS, rollout="transformers"),
     _family(
@@ -158,7 +159,7 @@ _RECORDS = (
         "glm4_moe", "Glm4Moe", "GLM-4-MoE",
         _NOT_TIED,
         row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
-        mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
+        mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
         partial_rotary=True,
     ),
     _with_experts(
@@ -172,7 +173,7 @@ _RECORDS = (
         merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
         row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
         uncovered={**_EXPERTS, **_NOT_VEOMNI, "exact": _IN_PARTS},
-        mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
+        mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),
     Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_VISION | _NOT_VEOMNI, tower="visual"),

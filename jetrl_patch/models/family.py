@@ -79,13 +79,13 @@ class Mixture:
     """How the class names of a family's experts end; they start like those of its language model.
 
     Attributes:
-        experts: the module that keeps a block's experts, in two parameters.
+        experts: the module that keeps a block's experts, in two parameters: its name in each supported transformers.
         router: the router.
-        chooser: the block that chooses experts by the sigmoid of the router's FP32 logits, with a correction bias and groups.
-            Empty if the router chooses, by the largest values of a softmax.
+        chooser: the block, if experts are chosen by the sigmoid of the router's FP32 logits, with a correction bias and groups.
+            Before transformers 5.13 the block itself chooses, since then its router. Empty for the largest values of a softmax.
     """
 
-    experts: str = "Experts"
+    experts: tuple[str, ...] = ("Experts",)
     router: str = "TopKRouter"
     chooser: str = ""
 
@@ -104,7 +104,8 @@ class Family:
             "delta net" (number of heads times head width) or a key of the configuration; see ``width``.
         uncovered: part that the family is not covered for -> reason.
         settings: keys of the configuration that decide whether exact mode is bit-equal.
-        rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
+        rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it; "both" if that depends
+            on its release.
         logits_divisor: key of the number that the trainer divides the logits by.
         mixture: its experts and their router, if its blocks have any.
         stored: part of a tensor's name in a block of transformers' model -> the same part in a checkpoint and in vLLM, where
@@ -130,7 +131,7 @@ class Family:
     )
     uncovered: Mapping[Part, str] = field(default_factory=dict)
     settings: tuple[Setting, ...] = SETTINGS
-    rollout: Literal["vllm", "transformers"] = "vllm"
+    rollout: Literal["vllm", "transformers", "both"] = "vllm"
     logits_divisor: str | None = None
     mixture: Mixture | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
@@ -166,8 +167,8 @@ class Family:
         return f"{self.prefix}{self.text}RotaryEmbedding"
 
     @property
-    def experts(self) -> str:
-        return f"{self.prefix}{self.text}{self.mixture.experts}" if self.mixture else ""
+    def experts(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}{self.text}{name}" for name in self.mixture.experts) if self.mixture else ()
 
     @property
     def router(self) -> str:

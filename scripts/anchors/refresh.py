@@ -22,7 +22,7 @@ RECORDS = ROOT / "tests" / "anchors"
 CACHE = ROOT / "build" / "anchors" / "wheels"
 #: the releases to read: the oldest and the newest of each range, those that tests run on, and all of vLLM
 VERSIONS = {
-    "transformers": ("5.5.3", "5.9.0", "5.10.4", "5.15.0", "5.17.0"),
+    "transformers": ("5.5.3", "5.9.0", "5.10.4", "5.15.0", "5.19.0"),
     "vllm": (
         "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0",
         "0.33.0",  # the next one: its wheel is for CUDA only

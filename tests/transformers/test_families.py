@@ -14,6 +14,8 @@ from ..fp8.thresholds import SQNR_MODEL_GRADIENT, sqnr
 from ..models import ONE_RECORD, VARIANTS, build
 from .test_prepare import loss_of, padded, sequences
 
+pytestmark = pytest.mark.pins
+
 #: all layers in FP8, and all but one in BF16: there a wrong factor or a missing rounding stands out of the noise
 KEPT = {"fp8": (), "bf16": ("layers.0", "layers.1", "self_attn", "gate_proj", "up_proj")}
 

@@ -24,6 +24,8 @@ from ..models import build, config_of
 from .test_mixtures import follow, gradients, routes_of
 from .test_prepare import sequences
 
+pytestmark = pytest.mark.pins
+
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
 FAMILY = "deepseek_v3"
 

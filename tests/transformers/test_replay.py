@@ -11,6 +11,8 @@ from jetrl_patch.models.families import FAMILIES
 from tests import vision_models
 from tests.models import build
 
+pytestmark = pytest.mark.pins
+
 #: a router by softmax and one by a sigmoid; the other families are slow ones
 QUICK = ("qwen3_moe", "glm4_moe")
 FAMILY = [

@@ -84,6 +84,7 @@ def test_an_fp8_kv_cache(checkpoint: Callable[..., str], engine: Callable[..., A
     assert 1e-3 < found.logp_abs_diff_mean < 0.1
 
 
+@pytest.mark.pins
 @pytest.mark.parametrize("variant", models.ONE_RECORD)
 def test_families_of_one_record(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")
@@ -103,6 +104,7 @@ def test_mixtures_of_experts(checkpoint: Callable[..., str], engine: Callable[..
     assert routes is not None and 0 < routes.mismatch < 0.1  # one of 41 samples
 
 
+@pytest.mark.pins
 @pytest.mark.parametrize("variant", ["olmoe-odd", "qwen2_moe-odd", "mixtral-odd", "glm4_moe"])
 def test_families_with_experts(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
