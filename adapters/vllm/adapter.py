@@ -54,6 +54,28 @@ def _compile_or_warm_up_model(original: Any, self: Any) -> Any:
     return result
 
 
+# ---- The sampler of vLLM's V2 model runner -------------------------------------------------------
+# Its Triton kernels divide and sum in other ways than torch, which the V1 runner and the trainer use. Everything else on the way
+# to a log-prob is shared with V1, or only masks tokens.
+
+@replacement
+def _compute_token_logprobs(original: Any, logits: Any, token_ids: Any) -> Any:
+    import torch
+
+    from jetrl_patch.exact.logprob import blocks, log_softmax
+
+    found = logits.new_empty(token_ids.shape, dtype=torch.float32)
+    for part in blocks(logits):  # V2 does not reserve memory for a copy of all rows
+        found[part] = log_softmax(logits[part].float(), 1.0).gather(-1, token_ids[part].long())
+    return found
+
+
+@replacement
+def _apply_temperature(original: Any, logits: Any, expanded_idx_mapping: Any, temperature: Any) -> None:
+    by_row = temperature[expanded_idx_mapping]
+    logits.div_(by_row.masked_fill(by_row == 0, 1.0).unsqueeze(1))  # 0 is greedy
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "vllm.engine.arg_utils", "EngineArgs.create_engine_config", _create_engine_config,
@@ -79,6 +101,18 @@ PATCHES: tuple[Patch, ...] = (
         always="a worker must not generate after a failed sync, even if its process is no longer patched",
         reason="without it an engine would generate from half-updated weights after a failed sync",
         remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step, and may raise",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", _compute_token_logprobs,
+        when=lambda config: config.exact,
+        reason="the V2 model runner computes log-probs in a Triton kernel, whose sums differ from those of torch's log-softmax",
+        remove_when="vLLM's V2 model runner computes log-probs with torch.log_softmax in FP32, or its Sampler can be replaced",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.sample.states", "apply_temperature", _apply_temperature,
+        when=lambda config: config.exact,
+        reason="the V2 model runner divides by the temperature in a Triton kernel, which on a GPU may not round to nearest",
+        remove_when="vLLM's apply_temperature of the V2 model runner divides with tl.div_rn",
     ),
 )
 

@@ -35,6 +35,14 @@ DIFFERENCES = (
         handled="older versions do not split hyper-connections over tokens",
     ),
     Difference(
+        "vllm.config.ParallelConfig.enable_batch_sharded_sampling", changed_in="0.29", added=True,
+        handled="older versions sample the whole batch on every rank",
+    ),
+    Difference(
+        "vllm.config.VllmConfig.watermark_config", changed_in="0.30", added=True,
+        handled="older versions have no watermarks",
+    ),
+    Difference(
         "vllm.config.AttentionConfig.backend_per_kind", changed_in="0.26", added=True,
         handled="older versions have one attention backend for all layers",
     ),
@@ -59,6 +67,12 @@ SEQUENCE_PARALLEL = (
 def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
     """Return the names of the switches that are on."""
     return [name for path, name in SEQUENCE_PARALLEL if getattr(attrgetter(path)(vllm_config), name, False)]
+
+
+def sampling_switches(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the switches that are on and give the V2 model runner another sampler."""
+    places = {"enable_batch_sharded_sampling": vllm_config.parallel_config, "watermark_config": vllm_config}
+    return [name for name, place in places.items() if getattr(place, name, None)]
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:

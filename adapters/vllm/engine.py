@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.arguments import kv_cache_error
-from jetrl_patch.adapters.vllm.compat import backends_per_kind, routes_error, sequence_parallel
+from jetrl_patch.adapters.vllm.compat import backends_per_kind, routes_error, sampling_switches, sequence_parallel
 from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.quant import quantization_name
@@ -258,12 +258,15 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
-        "the V2 model runner, whose log-softmax differs (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        "CUDA graphs of the V2 model runner (set enforce_eager=True)": (
+            vllm_config.use_v2_model_runner and bool(vllm_config.compilation_config.cudagraph_mode)
+        ),
         "FlashInfer's sampler, whose log-probs vary with the batch (set VLLM_USE_FLASHINFER_SAMPLER=0)": (
             not _on_cpu() and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") != "0"
         ),
     }
-    if found := _present(problems) + [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]:
+    found = _present(problems) + sampling_switches(vllm_config)
+    if found := found + [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]:
         why = "trainer and rollout would differ. Turn it off, or use align='linear'."
         raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
@@ -34,10 +35,21 @@ _DEFAULTS = (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY)
 
 
 def asks_for_graphs(args: EngineArgs, config: Config) -> bool:
-    """Whether an exact engine on a GPU captures graphs. ``decode_graphs="auto"`` follows the engine's own settings."""
+    """Whether an exact engine on a GPU captures graphs. ``decode_graphs="auto"`` follows the engine's own settings.
+
+    Only graphs of the V1 model runner are proven. With V2 this sets eager mode, or raises ConflictError for ``True``.
+    """
+    eager = args.enforce_eager or args.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    asked = config.decode_graphs is True or (config.may_capture and not eager)
+    if not (asked and envs.VLLM_USE_V2_MODEL_RUNNER):
+        return asked
+    found, fix = "VLLM_USE_V2_MODEL_RUNNER=1", "unset it"
+    words = explain("decode_graphs in exact mode", required="the V1 model runner, whose graphs are proven", found=found, fix=fix)
     if config.decode_graphs is True:
-        return True
-    return config.may_capture and not args.enforce_eager and args.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        raise ConflictError(words)
+    logger.warning("jetrl_patch: decoding runs eagerly, without CUDA graphs: %s", words)
+    args.enforce_eager = True
+    return False
 
 
 def capture_decoding(args: EngineArgs, config: Config) -> None:
@@ -83,8 +95,10 @@ def prove_graphs(worker: Any) -> None:
     The ranks decide together, so all of them must call this.
     """
     runner: GPUModelRunner = worker.model_runner
+    if worker.vllm_config.model_config.enforce_eager:
+        return
     sizes = sorted(key.num_tokens for key in runner.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.FULL])
-    if worker.vllm_config.model_config.enforce_eager or not sizes:
+    if not sizes:
         return
     start = time.monotonic()
     differ = _different(runner, sizes)

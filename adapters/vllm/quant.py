@@ -153,9 +153,9 @@ class JetrlQuantConfig(QuantizationConfig):
 
 # ---- The entries in vLLM's registries ------------------------------------------------------------
 
-#: turned off by exact mode on a GPU; ``engine`` raises if the user has turned one on
+#: turned off by exact mode on a GPU, unless the user has turned one on; ``engine`` then raises or decodes without graphs
 _OFF = {
-    "VLLM_USE_V2_MODEL_RUNNER": "the log-softmax of vLLM's V2 model runner, the default on CUDA, differs from the trainer's",
+    "VLLM_USE_V2_MODEL_RUNNER": "the CUDA graphs of vLLM's V2 model runner, the default on CUDA, are not proven at load",
     "VLLM_USE_FLASHINFER_SAMPLER": "with FlashInfer's sampler, the default on CUDA, log-probs vary from about 44 sequences a "
     "batch on (https://github.com/vllm-project/vllm/issues/51187)",
 }

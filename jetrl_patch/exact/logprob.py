@@ -152,7 +152,8 @@ def divisor(temperature: float | Tensor, like: Tensor) -> float | Tensor:
     return torch.full((), temperature, dtype=torch.float32, device=like.device)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """The rows of ``logits`` [rows, V], in blocks that take at most ``BLOCK_BYTES`` in FP32."""
     rows, vocabulary = logits.shape
     step = max(1, BLOCK_BYTES // (4 * vocabulary) // _MULTIPLE) * _MULTIPLE
     for first in range(0, rows, step):
@@ -167,7 +168,7 @@ class _InBlocks(torch.autograd.Function):
         found = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
         keep = ctx.needs_input_grad[0] and _kernel_takes(logits)
         top, top_log_prob = (torch.empty_like(found) for _ in range(2)) if keep else (None, None)
-        for part in _blocks(logits):
+        for part in blocks(logits):
             x = _edited(logits[part], edit, part)
             every = _log_probs(x, temperature, part)
             found[part] = pick(every, labels[part])
@@ -192,7 +193,7 @@ class _InBlocks(torch.autograd.Function):
                 if ctx.reuse:
                     increment_version(found)
                 return found, None, None, None, None
-        for part in _blocks(logits):
+        for part in blocks(logits):
             block = logits[part].detach().requires_grad_()
             with torch.enable_grad():
                 x = _edited(block, ctx.edit, part)

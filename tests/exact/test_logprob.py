@@ -90,7 +90,7 @@ def test_views_of_logits(block):
 def test_blocks_keep_the_alignment_of_rows():
     """On CUDA a row's bits may depend on its alignment to 16 bytes if V is not a multiple of 4."""
     for rows, width in [(500, 1000), (10_000, 151_936), (7, 1), (1, 1 << 26)]:
-        parts = list(logprob._blocks(torch.empty(rows, width, device="meta")))
+        parts = list(logprob.blocks(torch.empty(rows, width, device="meta")))
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[-1].stop == rows
         assert all(part.start % 16 == 0 for part in parts)
         assert all((p.stop - p.start) * width * 4 <= max(logprob.BLOCK_BYTES, 64 * width) for p in parts)

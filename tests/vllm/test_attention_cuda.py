@@ -280,7 +280,7 @@ def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
     monkeypatch.setattr(quant, "configure", lambda *_: "triton")
-    off = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER")  # their defaults on CUDA have other log-probs
+    off = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER")  # graphs that are not proven, and other log-probs
     for name in off:
         monkeypatch.delenv(name, raising=False)
     jetrl_patch.enable(precision="fp8-unified")
@@ -301,7 +301,7 @@ def test_flashinfers_sampler_is_refused_where_it_is_asked_for(monkeypatch: pytes
     for module, name in ((quant, "configure"), (engine, "device_problems"), (engine, "sequence_parallel")):
         monkeypatch.setattr(module, name, lambda *_: [])
     model = SimpleNamespace(head_dtype=torch.bfloat16, using_transformers_backend=lambda: False)
-    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=False)
+    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=False, parallel_config=None)
     for asked in ("0", "1"):
         monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", asked)
         jetrl_patch.enable(precision="fp8-unified")
