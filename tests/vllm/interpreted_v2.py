@@ -61,7 +61,10 @@ def sampled(llm: Any, temperature: float, batches: Any = ((1, 2), (7, 1), (32, 1
     return samples
 
 
-@pytest.mark.parametrize(("cached", "chunked"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("cached", "chunked"),
+    [(False, False), (True, True), *(pytest.param(cached, not cached, marks=pytest.mark.slow) for cached in (False, True))],
+)
 def test_every_log_prob_is_the_trainers(checkpoint: Any, engine: Any, cached: bool, chunked: bool) -> None:
     """In four engines 4,592 tokens, in batches of 1, 7 and 32 whose prompts have a beginning in common."""
     exact()
