@@ -241,9 +241,9 @@ class Fields:
         "auto", "exactness",
         "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels and "
         "therefore the same bits, with one launch per step. `auto` does so unless the engine's own settings turn graphs off "
-        "(`enforce_eager=True`, `cudagraph_mode=NONE`); `true` also overrides `enforce_eager`; `false` always runs eagerly. When "
-        "the engine starts, every graph is compared with the eager step. If one bit differs, the engine runs eagerly and logs "
-        "it. Ignored on a CPU. Not yet run on a GPU",
+        "(`enforce_eager=True`, `cudagraph_mode=NONE`, `VLLM_USE_V2_MODEL_RUNNER=1`); `true` also overrides `enforce_eager`; "
+        "`false` always runs eagerly. When the engine starts, every graph is compared with the eager step. If one bit differs, "
+        "the engine runs eagerly and logs it. Ignored on a CPU. Not yet run on a GPU",
         form=AUTO_SWITCH,
     )
     exact_attention: Literal["auto", "triton", "flash3"] = setting(
