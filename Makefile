@@ -243,7 +243,7 @@ hopper: $(if $(DRY),$(SELF))
 	$(QUIET) $(if $(DRY),$(PY),$(or $(ACTIVE),python3)) -m benchmarks.hopper $(ARGS)
 
 ## the kernel part of make hopper
-bench-gpu: override ARGS += --part b
+bench-gpu: override ARGS += --part f
 bench-gpu: hopper
 
 ## .venv/, from requirements/

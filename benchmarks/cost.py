@@ -199,9 +199,8 @@ def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, t
 
 def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) -> float:
     """Seconds of one decoding step of ``rows`` sequences with ``context`` tokens in all."""
-    peaks = gpu.peaks
+    peaks, linears = gpu.peaks, 0.0
     peak = peaks.fp8 if way.samples else peaks.bf16
-    linears = 0.0
     for linear in net.block.linears:
         if net.times(linear, net.experts) == 1:
             linears += gemm_seconds(rows, linear.N // tp, linear.K, way.samples, peak, peaks.bandwidth)

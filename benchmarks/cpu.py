@@ -71,15 +71,14 @@ def products() -> Iterator[Row]:
             turns = cycle(weights)
             return lambda: call(next(turns))
 
-        best = best_of(
-            {
-                "torch FP32": each(lambda w, x=x: F.linear(x, w["fp32"])),
-                "torch BF16": each(lambda w, x=xb: F.linear(x, w["bf16"])),
-                "FP8": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w["q"], w["s"], BF16)),
-                "FP8 packed": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w["q"], w["s"], BF16, packed=w["packed"])),
-                "BF16, exact mode": each(lambda w, x=xb: ops.bf16_gemm(x, w["bf16"], BF16)),
-            }
-        )
+        calls = {
+            "torch FP32": each(lambda w, x=x: F.linear(x, w["fp32"])),
+            "torch BF16": each(lambda w, x=xb: F.linear(x, w["bf16"])),
+            "FP8": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w["q"], w["s"], BF16)),
+            "FP8 packed": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w["q"], w["s"], BF16, packed=w["packed"])),
+            "BF16, exact mode": each(lambda w, x=xb: ops.bf16_gemm(x, w["bf16"], BF16)),
+        }
+        best = best_of(calls)
         yield {
             "M, N, K": f"{M}, {N}, {K}",
             **{name: 2e-9 * M * N * K / seconds for name, seconds in best.items()},

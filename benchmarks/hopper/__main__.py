@@ -66,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="measure the chosen parts again")
     parser.add_argument("--out", type=Path, help="folder of records and pages")
     parser.add_argument("--scratch", type=Path, help="folder of checkpoints and logs")
-    parser.add_argument(
-        "--without-deep-gemm", dest="deep_gemm", action="store_false", help="measure without DeepGEMM, which needs nvcc"
-    )
+    parser.add_argument("--without-deep-gemm", dest="deep_gemm", action="store_false", help="do not use DeepGEMM (needs nvcc)")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each part, 500 if not given")
     return parser
 
 
@@ -79,7 +78,7 @@ def show(parts: Sequence[Part], out: Path) -> None:
 
 def run(part: Part, setup: Setup, args: argparse.Namespace) -> bool:
     """Measure what is left, each piece in a process of its own. Returns whether everything has ended without a failure."""
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + args.limit
     if args.again:
         (args.out / f"{part.name}.json").unlink(missing_ok=True)
     module = importlib.import_module(f"benchmarks.hopper.{part.name}")

@@ -1,4 +1,4 @@
-"""Part b: the linears of an 8B model, by every backend, relative to BF16, to published peaks, and to targets.
+"""Part f: the linears of an 8B model, by every backend, relative to BF16, to published peaks, and to targets.
 
 Times are medians over CUDA graphs, or over single calls where a library cannot be captured. Every function runs twice, in turns,
 and the second run counts, because an idle GPU is faster than it can sustain.

@@ -1,4 +1,4 @@
-"""Part c: ``jetrl parity`` of a small trained model, with long responses and decode batches of 1 to 256."""
+"""Part b: ``jetrl parity`` of a small trained model, with long responses and decode batches of 1 to 256."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BATCHES, LENGTH = (256, 64, 7, 1), 2048
 STOCKS = {"BF16 without the plugin": "bfloat16", "vLLM's FP8": "fp8-online"}
 STOCK_BF16, STOCK_FP8 = STOCKS
 LINEAR, EAGER, GRAPHS = "linear", "exact, eager", "exact, CUDA graphs"
-OWN = f"{GRAPHS}, the project's attention"
+OWN, FP8_CACHE = f"{GRAPHS}, the project's attention", f"{GRAPHS}, FP8 cache"
 
 
 def pieces(dry: bool) -> list[str]:
-    others = [] if dry else [f"{mode}; 64" for mode in (OWN, EAGER, LINEAR, STOCK_BF16)]
+    others = [] if dry else [f"{mode}; 64" for mode in (OWN, FP8_CACHE, EAGER, LINEAR, STOCK_BF16)]
     return [f"{GRAPHS}; {batch}" for batch in ((2,) if dry else BATCHES)] + others
 
 
@@ -33,7 +33,8 @@ def job(mode: str, backend: str) -> Job:
         return Job(model="", config=STOCK[stock].config(), stock=stock)
     config = Config(precision="fp8-unified", align="linear" if mode == LINEAR else "exact", backend=backend).resolved()
     attention = "triton" if mode == OWN else config.exact_attention
-    return Job(model="", config=config.replace(decode_graphs=mode in (GRAPHS, OWN), exact_attention=attention))
+    graphs, cache = mode in (GRAPHS, OWN, FP8_CACHE), "fp8" if mode == FP8_CACHE else config.kv_cache
+    return Job(model="", config=config.replace(decode_graphs=graphs, exact_attention=attention, kv_cache=cache))
 
 
 def measure(name: str, setup: Setup) -> list[Row]:

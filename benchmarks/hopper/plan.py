@@ -43,18 +43,19 @@ class Part(NamedTuple):
     share: float = 0.0
 
 
+#: in the order of a run: what the first half hour on a GPU has to show comes first
 PARTS = (
     Part("a", "tests", "`pytest tests/gpu`, one function at a time", 24, 1, 8, ("pytest", "hypothesis", "transformers")),
-    Part("b", "kernels", "linears of an 8B model by every backend, relative to BF16 and to published peaks", 48, 1, 5),
-    Part("c", "parity", "`jetrl parity` of a small trained model, 2,048 tokens per response: exact mode, shared linears, BF16",
-         24, 1, 9, _ENGINE, 0.4),
-    Part("d", "rollout", "prefill and decoding of an 8B shape in vLLM: BF16, vLLM's own FP8, shared linears, exact mode",
-         60, 20, 12, _ENGINE, 0.85),
-    Part("e", "training", "a training step of four blocks of an 8B model with `lm_head`: BF16, shared linears, exact mode",
+    Part("b", "parity", "`jetrl parity` of a small trained model, 2,048 tokens per response: exact mode, shared linears, BF16",
+         24, 1, 10, _ENGINE, 0.4),
+    Part("c", "rollout", "prefill and decoding of an 8B shape in vLLM: BF16, vLLM's own FP8, shared linears, exact mode",
+         60, 20, 14, _ENGINE, 0.85),
+    Part("d", "training", "a training step of four blocks of an 8B model with `lm_head`: BF16, shared linears, exact mode",
          70, 1, 10, ("transformers", "verl", "ray")),
-    Part("f", "sync", "a weight sync of an 8B model within one GPU: verified FP8 relative to plain BF16", 60, 1, 3),
-    Part("g", "loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
+    Part("e", "loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
          24, 2, 8, (*_ENGINE, "verl", "ray"), 0.3),
+    Part("f", "kernels", "linears of an 8B model by every backend, relative to BF16 and to published peaks", 48, 1, 5),
+    Part("g", "sync", "a weight sync of an 8B model within one GPU: verified FP8 relative to plain BF16", 60, 1, 3),
 )  # fmt: skip
 
 
@@ -172,8 +173,4 @@ def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
 
 
 def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name=distribution))

@@ -1,4 +1,4 @@
-"""Part d: prefill and decoding of an 8B shape in vLLM."""
+"""Part c: prefill and decoding of an 8B shape in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.hopper.parity import GRAPHS, LINEAR, OWN, STOCK_BF16, STOCK_FP8, job
+from benchmarks.hopper.parity import FP8_CACHE, GRAPHS, LINEAR, OWN, STOCK_BF16, STOCK_FP8, job
 from benchmarks.hopper.plan import Setup
 from benchmarks.hopper.training import build
 from jetrl_patch.cli.parity.run import environment
@@ -25,7 +25,7 @@ LAYERS, ROUNDS = 36, 3
 
 
 def pieces(dry: bool) -> list[str]:
-    return [GRAPHS] if dry else [STOCK_BF16, STOCK_FP8, LINEAR, GRAPHS, OWN]
+    return [GRAPHS] if dry else [STOCK_BF16, GRAPHS, STOCK_FP8, LINEAR, OWN, FP8_CACHE]
 
 
 def measure(name: str, setup: Setup) -> list[Row]:

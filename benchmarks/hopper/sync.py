@@ -1,4 +1,4 @@
-"""Part f: a weight sync of eight billion parameters within one GPU. The frameworks' transports are in part g, not here."""
+"""Part g: a weight sync of eight billion parameters within one GPU. The frameworks' transports are in part e, not here."""
 
 from __future__ import annotations
 

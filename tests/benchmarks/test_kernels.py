@@ -1,4 +1,4 @@
-"""The shapes that are measured, and part b of ``make hopper`` without a GPU: its rows, its timer, its targets."""
+"""The shapes that are measured, and the kernels' part of ``make hopper`` without a GPU: its rows, its timer, its targets."""
 
 from __future__ import annotations
 
