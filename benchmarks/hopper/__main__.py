@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.hopper import record as records
 from benchmarks.hopper.plan import ALL, ESTIMATED, LIMIT, Part, Setup, find, problems, table
+from scripts import pack_gpu
 from scripts.tables import markdown
 
 PAGES, SCRATCH, DRY = (records.ROOT / folder for folder in ("docs/benchmarks/hopper", "outputs/hopper", "outputs/hopper-dry"))
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command = f"python -m benchmarks.hopper {shlex.join(words)}".strip()
     scratch = (args.scratch or (DRY if args.dry else SCRATCH)).absolute()
     try:
+        if args.pack or args.unpack:
+            pack_gpu.pack(args.pack) if args.pack else pack_gpu.unpack(*args.unpack)
+            return 0
         parts = find(args.part)
         show(parts, args.out)
     except ValueError as error:
@@ -68,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scratch", type=Path, help="folder of checkpoints and logs")
     parser.add_argument("--without-deep-gemm", dest="deep_gemm", action="store_false", help="do not use DeepGEMM (needs nvcc)")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each part, 500 if not given")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="pack vLLM and verl for a machine without a network, and exit")
+    parser.add_argument("--unpack", type=Path, nargs=2, metavar=("DIR", "SITE"), help="unpack them into SITE there, and exit")
     return parser
 
 
