@@ -50,7 +50,7 @@ TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
 .PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
-        test-engines test-others test-all test-pins test-triton anchors vision veomni lint bench bench-gpu hopper venv clean
+        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
@@ -192,6 +192,12 @@ build/pins/%/.done: requirements/pins-%.txt $(STAMP)
 	echo "import site; site.addsitedir('$$main')" > "$$over/main.pth"
 	build/pins/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
 	@touch $@
+
+## how an engine on an H100 resolves every mode, with the Python of vLLM's CUDA wheels; needs no GPU: five minutes
+# the first run downloads four wheels of 300 MB, of which it keeps the Python
+engine-matrix: $(SELF)
+	$(PY) -m scripts.anchors.cuda_python
+	$(TEST) tests/cuda_wheels $(ARGS)
 
 ## looks up the names that the code touches in the wheels of every supported version (tests/anchors/*.json)
 anchors: $(SELF)

