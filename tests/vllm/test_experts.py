@@ -414,3 +414,28 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypat
     expected = experts_forward(x, *stacked.values(), *ops.route(logits, K, True), own)
     for mine in (sums[:2], sums[2:]):
         assert torch.equal(added(torch.stack(mine)), expected)
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_routers_of_newer_mixtures_have_the_trainers_logits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.31 and later build them as ``GateLinear``, with an FP32 weight where a sigmoid scores the experts."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    from jetrl_patch.adapters.vllm.ranks import ExactGateLinear
+    from jetrl_patch.exact.modules import ExactRouter, ExactSigmoidRouter
+
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
+    with set_current_vllm_config(VllmConfig()):
+        gate = ExactGateLinear(200, 8, bias=False, params_dtype=dtype, out_dtype=dtype, prefix="gate")
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 200, generator=generator).bfloat16() for n in (8, 37))
+    gate.weight.data.copy_(weight)
+    router: Any = SimpleNamespace(weight=weight, top_k=3, norm_topk_prob=True)
+    router.e_score_correction_bias, router.num_group, router.topk_group, router.routed_scaling_factor = torch.zeros(8), 2, 1, 1.7
+    trainers = ExactRouter if dtype == torch.bfloat16 else ExactSigmoidRouter
+    expected, *_ = trainers.forward(router, x)
+    for rows in (slice(None), slice(0, 1), slice(5, 12)):
+        logits, bias = gate(x[rows])
+        assert logits.dtype == dtype and torch.equal(logits, expected[rows]) and bias is None
