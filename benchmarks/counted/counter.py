@@ -162,6 +162,6 @@ def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
         patch(cublaslt, "_scaled_mm", _scaled_mm)
         stack.enter_context(mock.patch.dict(backends._LOADED, clear=True))
         patch(gpu.GpuBackend, "quantizers", lambda self, x: quantize)
-        patch(dispatch, "check_exact_cuda", lambda: yes)
+        patch(capability, "check_exact_cuda", lambda: yes)
         stack.enter_context(mock.patch.dict(dispatch._chosen, {DEVICE: "triton"}))
         yield
