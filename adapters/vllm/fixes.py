@@ -204,10 +204,10 @@ def _set_up_and_pack(original: Callable[..., None], kernel: Any, layer: Any, w13
 # ---- Transformers' classes, and images -----------------------------------------------------------
 
 @replacement
-def decorate_for_torch_compile(original: Any, self: Any) -> None:
+def decorate_for_torch_compile(original: Any, self: Any, **kwargs: Any) -> None:
     """Leave transformers' class alone in an eager engine."""
     if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
-        original(self)
+        original(self, **kwargs)
 
 
 @replacement

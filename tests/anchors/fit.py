@@ -67,5 +67,7 @@ def replacement(ours: Signature, theirs: Signature) -> str:
     extra = [n for n in mine[len(theirs.places) :] if not ours.places[n]]
     if extra and not theirs.more:
         return f"has no {', '.join(extra)}"
+    if theirs.more_named and not ours.more_named:
+        return "takes any keyword"
     unknown = [name for name in theirs.named if name not in ours.named and name not in mine]
     return f"takes {', '.join(unknown)}" if unknown and not ours.more_named else ""

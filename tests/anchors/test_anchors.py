@@ -182,6 +182,7 @@ def test_calls(theirs: str, count: int, words: tuple[str, ...], problem: str) ->
         ("self, a", "self, a=", "has a default for a"),
         ("self, a", "self, a, *, b=", "takes b"),
         ("self, a, b=", "self, a, *, b=", ""),
+        ("self", "self, **words", "takes any keyword"),
     ],
 )
 def test_replacements(ours: str, theirs: str, problem: str) -> None:
