@@ -28,7 +28,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
 from jetrl_patch.exact import trial
 from jetrl_patch.exact.dispatch import chosen_attention
-from jetrl_patch.exact.modules import ExactRotary, ExactScores, swap
+from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
 from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.sync.delta import Received
@@ -52,6 +52,8 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
             swap(module, ExactRotary)
         elif isinstance(module, RMSNorm) and not isinstance(module, ExactRMSNorm):
             swap(module, ExactRMSNorm)
+        elif kind == family.mlp and hasattr(module, "gate_proj"):  # vLLM 0.24 puts its linears into it
+            swap(module, ExactMLP)
         elif kind == family.norm or isinstance(module, nn.Linear) or hasattr(module, "gate_proj"):
             what, fix = f"align='exact' of {name} in vLLM's transformers backend", "use align='linear'"
             required = "vLLM's own linears, norms and gated MLPs, which it puts into transformers' model"
