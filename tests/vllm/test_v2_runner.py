@@ -68,6 +68,7 @@ def test_what_has_not_been_proven_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(which: str) -> None:
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
