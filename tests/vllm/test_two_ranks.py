@@ -25,8 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v3", {**KINDS["compressed"], "moe_intermediate_size": 256}),
     "delta-nets": ("qwen3_next", {"moe_intermediate_size": 256}),
 }
-#: what vLLM makes of ``kv_b_proj``, in no list of parameters
-MADE = ("W_UK_T", "W_UV")
+#: what vLLM makes of ``kv_b_proj``, in no list of parameters; with AMX the implementation of the attention holds it
+MADE = ("W_UK_T", "W_UV", "_w_uk_packed", "_w_uv_packed")
 
 
 def held(worker: Any) -> dict[str, str]:
@@ -36,7 +36,8 @@ def held(worker: Any) -> dict[str, str]:
     model = worker.model_runner.get_model()
     found = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     for name, module in model.named_modules():
-        found |= {f"{name}.{key}": getattr(module, key) for key in MADE if getattr(module, key, None) is not None}
+        for owner in (module, getattr(module, "impl", None)):
+            found |= {f"{name}.{key}": getattr(owner, key) for key in MADE if getattr(owner, key, None) is not None}
     found = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in found.items()}
     return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
 
