@@ -28,13 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("version", VERSIONS)]
 BLOCKS, HEADS, WIDTH, PAGE = 3, 2, 64, 16
 
 
-def needs_v1() -> bool:
-    """Whether exact mode turns the V2 model runner off; else vLLM chooses, as in the other modes."""
-    from jetrl_patch.adapters.vllm.quant import _OFF
-
-    return "VLLM_USE_V2_MODEL_RUNNER" in _OFF
-
-
 @cache
 def resolved(version: str) -> dict[str, Any]:
     """What ``resolve`` found, in one process per version."""
@@ -105,7 +98,7 @@ def test_settings(version: str, name: str) -> None:
     if case.exact:
         graphs = captures(case)
         expected |= {"eager": not graphs, "mode": "NONE", "graphs": "FULL_DECODE_ONLY" if graphs else "NONE"}
-        expected |= {"flashinfer": "0", "runner": "V1" if needs_v1() else alone["runner"]}
+        expected |= {"flashinfer": "0", "runner": "V1"}  # its graphs are proven
         expected |= {"cache": "fp8_per_token_head"} if expected["cache"] == "fp8" else {}
     assert {key: found[key] for key in expected} == expected
 
@@ -156,4 +149,4 @@ def test_refused(version: str, name: str) -> None:
 
 def test_the_v2_runner_in_exact_mode(version: str) -> None:
     found = resolved(version)["the V2 runner"]
-    assert found.get("error") == "ModelError" if needs_v1() else found["runner"] == "V2", found
+    assert {key: found[key] for key in ("runner", "eager", "graphs")} == {"runner": "V2", "eager": True, "graphs": "NONE"}
