@@ -169,7 +169,8 @@ PINNED_oldest   := tests/openrlhf/test_e2e.py
 test-pins: $(PIN:%=test-pins-%)
 
 test-pins-%: build/pins/%/.done $(SELF)
-	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m "pins and not slow" tests/vllm/test_exact.py tests/transformers tests/test_families.py $(PINNED_$*) $(ARGS)
+	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m "pins and not slow" tests/vllm/test_exact.py tests/vllm/test_experts.py \
+	  tests/transformers tests/test_families.py $(PINNED_$*) $(ARGS)
 
 ## compiles the Triton kernels for Hopper with verl's pinned triton (TRITON=...), and checks their budgets
 TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)

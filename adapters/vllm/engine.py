@@ -265,8 +265,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
             not _on_cpu() and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") != "0"
         ),
     }
-    found = _present(problems) + sampling_switches(vllm_config)
-    if found := found + [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]:
+    split = [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]
+    if found := _present(problems) + sampling_switches(vllm_config) + split:
         why = "trainer and rollout would differ. Turn it off, or use align='linear'."
         raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
 

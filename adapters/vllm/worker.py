@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 # ---- Make exact what vLLM's registries do not reach ----------------------------------------------
 # vLLM's transformers backend replaces the linears, norms, MLPs and attention of transformers' model with vLLM's own. The table of
-# out-of-tree ops makes most of them exact. Two remain: the rotary embedding, which is still transformers' module and gets the
-# trainer's swap, and the norms, whose subclass is not in the table.
+# out-of-tree ops makes most of them exact. These remain: the rotary embedding, which is still transformers' module and gets the
+# trainer's swap, as does the MLP in vLLM 0.24, and the norms, whose subclass is not in the table.
 
 def finish_transformers(model: nn.Module, family: Family) -> None:
     """Swap the remaining modules of a loaded model, in place. Raises ModelError if one has no exact counterpart."""
@@ -52,7 +52,7 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
             swap(module, ExactRotary)
         elif isinstance(module, RMSNorm) and not isinstance(module, ExactRMSNorm):
             swap(module, ExactRMSNorm)
-        elif kind == family.mlp and hasattr(module, "gate_proj"):  # vLLM 0.24 puts its linears into it
+        elif kind == family.mlp and hasattr(module, "gate_proj"):
             swap(module, ExactMLP)
         elif kind == family.norm or isinstance(module, nn.Linear) or hasattr(module, "gate_proj"):
             what, fix = f"align='exact' of {name} in vLLM's transformers backend", "use align='linear'"

@@ -99,5 +99,5 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "INT8 experts": (Case({"precision": "int8-rollout"}, model="qwen3_moe"), "ModelError", "does not quantize experts"),
 }  # fmt: skip
 
-#: refused or not: the test says when
+#: the user turns it on; exact mode then decodes without graphs
 V2_RUNNER = Case(_EXACT, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"})
