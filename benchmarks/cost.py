@@ -75,7 +75,7 @@ class Way(NamedTuple):
         trains, samples: whether in FP8.
         passes: forward passes for old log-probs before the update.
         attention, decoding: estimated speed of attention relative to BF16, in the trainer and in the rollout.
-        gathers: whether the rollout's ranks exchange FP32 sums; vLLM otherwise adds in BF16.
+        gathers: whether the rollout's ranks exchange FP32 parts; vLLM otherwise adds in BF16.
         cached: bytes of a value in the KV cache, with its share of a scale.
     """
 
@@ -107,7 +107,9 @@ DECODED = 0.85  # speed of FP8 linears in decoding with the quantization of thei
 QUANTIZED = (5, 4)
 #: bytes that norms, rotary embedding, activation and residuals move per token and layer forward: per hidden and inner element
 ELEMENTWISE = (75, 12)
-LATENCY = 10e-6  # fixed seconds of a sum over ranks
+LATENCY = 10e-6  # fixed seconds of a collective between ranks
+#: number of ranks -> bytes of an FP32 part below which exact mode adds in one shot
+ONE_SHOT = {2: 8 << 20, 4: 512 << 10, 8: 256 << 10}
 ROOM = 0.85  # share of a GPU's memory for the rollout's weights and KV cache
 STRIDE = 64  # tokens between two checks of which sequences have ended
 
@@ -220,13 +222,19 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) 
 def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
     """Seconds of the sum after a row-parallel linear.
 
-    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes. Exact mode gathers the FP32 sums of all other
-    ranks, ``tp`` times as many bytes, and reads them again to add them in rank order.
+    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes. Exact mode adds FP32 parts in rank order
+    (``adapters.vllm.ranks``): small ones as it reads them from the other ranks' memory. Of larger ones a rank receives all parts,
+    or one slice of all and then the BF16 slices of the sum. It writes what it receives to its memory and reads the parts again.
     """
     if tp == 1:
         return 0.0
-    moved = 4 * elements * (tp - 1) / tp * (tp if gathers else 1)
-    return LATENCY + moved / gpu.link + (4 * elements * tp / (gpu.peaks.bandwidth * 1e9) if gathers else 0.0)
+    if not gathers:
+        return LATENCY + 4 * elements * (tp - 1) / tp / gpu.link
+    all_parts, a_byte = LATENCY + 4 * elements * (tp - 1) / gpu.link, elements / (gpu.peaks.bandwidth * 1e9)
+    if 4 * elements < ONE_SHOT[tp]:
+        return all_parts
+    by_slices = 2 * LATENCY + 6 * elements * (tp - 1) / tp / gpu.link + (4 + 4 + 2 / tp + 2) * a_byte
+    return min(all_parts + (4 * tp + 4 * tp + 2) * a_byte, by_slices)
 
 
 def table() -> Iterator[Row]:
@@ -272,7 +280,7 @@ def page() -> str:
         ("FP8 decoding, share of what bytes allow", DECODED, "estimated"),
         ("quantization, bytes per element: input, gradient", f"{QUANTIZED[0]}, {QUANTIZED[1]}", "counted"),
         ("norms and activations, bytes per token and layer", "{} × hidden + {} × inner".format(*ELEMENTWISE), "estimated"),
-        ("a sum over ranks, fixed cost in µs", f"{LATENCY * 1e6:.0f}", "estimated"),
+        ("a collective between ranks: fixed cost in µs, GB/s", f"{LATENCY * 1e6:.0f}, {H100.link / 1e9:.0f}", "estimated"),
     )
     paper = "[paper](https://arxiv.org/abs/2601.14243)"
     texts = {

@@ -74,9 +74,22 @@ def test_a_model_that_does_not_fit_is_an_error():
 
 
 def test_a_sum_over_ranks_moves_what_its_mode_moves():
-    """BF16 all-reduces two bytes, exact mode gathers four from every other rank: as many times more as there are ranks."""
+    """BF16 all-reduces two bytes. Exact mode takes the way of the fewest bytes that pays for a second collective."""
     free = parts.H100._replace(peaks=parts.H100.peaks._replace(bandwidth=float("inf")))
     assert sum_over_ranks(1e6, True, free, 1) == sum_over_ranks(1e6, False, free, 1) == 0
     for tp in (2, 4, 8):
-        moved = [sum_over_ranks(1e6, gathers, free, tp) - parts.LATENCY for gathers in (True, False)]
-        assert moved[0] == pytest.approx(4e6 * (tp - 1) / free.link) and moved[0] / moved[1] == pytest.approx(tp)
+        assert sum_over_ranks(1e6, False, free, tp) == pytest.approx(parts.LATENCY + 4e6 * (tp - 1) / tp / free.link)
+        small, large = parts.ONE_SHOT[tp] / 4 - 1, 1e8
+        for gpu in (parts.H100, free):  # in one shot no part is stored
+            assert sum_over_ranks(small, True, gpu, tp) == pytest.approx(parts.LATENCY + 4 * small * (tp - 1) / gpu.link)
+        assert sum_over_ranks(large, True, free, tp) == pytest.approx(2 * parts.LATENCY + 6 * large * (tp - 1) / tp / free.link)
+        assert sum_over_ranks(large, True, free, tp) < sum_over_ranks(large, True, parts.H100, tp)
+    medium = 2e5  # too large for one shot, too small for two collectives
+    assert sum_over_ranks(medium, True, free, 4) == pytest.approx(parts.LATENCY + 4 * medium * 3 / free.link)
+
+
+def test_its_limits_are_those_of_the_engine():
+    ranks = pytest.importorskip("jetrl_patch.adapters.vllm.ranks")
+    assert {tp: min(ranks.ONE_STAGE[tp], 8 << 20) for tp in parts.ONE_SHOT} == parts.ONE_SHOT
+    pays = parts.LATENCY * parts.H100.link  # bytes that a second collective has to save
+    assert 0.9 * pays < ranks.SAVED < 1.1 * pays

@@ -93,7 +93,7 @@ def count_sums(worker: Any) -> None:
 
     from jetrl_patch.adapters.vllm import ranks
 
-    worker.jetrl_sums = {"linears": 0, "mixtures": 0, "gathers": 0}
+    worker.jetrl_sums = {"linears": 0, "mixtures": 0, "gathers": 0, "slices": 0}
 
     def counted(place: Any, name: str, what: str) -> None:
         original = getattr(place, name)
@@ -107,6 +107,7 @@ def count_sums(worker: Any) -> None:
     counted(linears, "tensor_model_parallel_all_reduce", "linears")
     counted(mixtures, "tensor_model_parallel_all_reduce", "mixtures")
     counted(ranks, "_gather", "gathers")
+    counted(ranks, "_exchanged", "slices")
 
 
 def sums(worker: Any) -> dict[str, int]:
@@ -179,8 +180,15 @@ def launched(worker: Any) -> list[int]:
     return found
 
 
+def prefer_slices(worker: Any) -> None:
+    """Runs in each worker."""
+    from jetrl_patch.adapters.vllm import ranks
+
+    ranks.SAVED = 0
+
+
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2_moe-tp"])
-def test_with_equal_bits_ranks_add_in_one_shot_or_gather(
+def test_with_equal_bits_ranks_add_in_one_shot_or_gather_or_by_slices(
     checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str
 ) -> None:
     """A CPU has no custom all-reduce. With a double of it the bits stay, and with one that flips a bit the ranks gather again."""
@@ -200,10 +208,12 @@ def test_with_equal_bits_ranks_add_in_one_shot_or_gather(
         return {key: after[key] - before[key] for key in after}
 
     plain = added()
-    assert plain["linears"] == plain["mixtures"] == 0 and plain["gathers"] > 0
+    assert plain["linears"] == plain["mixtures"] == plain["slices"] == 0 and plain["gathers"] > 0
     assert llm.collective_rpc(give_double) == [True, True]
     assert added() == dict.fromkeys(plain, 0)
     assert llm.collective_rpc(launched) == [[1] * plain["gathers"]] * 2
     assert llm.collective_rpc(give_double, kwargs={"flips": True}) == [False, False]
     assert added() == plain
     assert llm.collective_rpc(launched) == [[], []]
+    llm.collective_rpc(prefer_slices)
+    assert added() == plain | {"gathers": 0, "slices": plain["gathers"]}

@@ -1,15 +1,17 @@
-"""The FP32 sums of an engine's ranks: added in one shot where vLLM's kernel adds in rank order, gathered elsewhere."""
+"""The FP32 sums of an engine's ranks: in one shot where vLLM's kernel adds in rank order, large ones by slices, else gathered."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import logging
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
 from jetrl_patch.adapters.vllm import ranks as original
@@ -105,6 +107,51 @@ def test_a_sum_whose_rows_are_apart_is_gathered() -> None:
     assert all(torch.equal(found, in_order(parts)) for found in engine.add(parts)) and engine.launched() == []
 
 
+def gloo(store: dist.Store, rank: int, ranks: int) -> dist.ProcessGroup:
+    """A group of this thread, outside of torch's default group."""
+    group = dist.ProcessGroup(store, rank, ranks)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("sums", store), rank, ranks, timedelta(seconds=60))
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_large_sums_are_added_by_slices(ranks: int) -> None:
+    """Each rank receives a slice of all parts and adds it: the bits of adding all parts, in fewer bytes."""
+    threads, store = Threads(ranks), dist.HashStore()
+    modules: Any = [module_of(threads) for _ in range(ranks)]
+    saved = 4 * (ranks - 1) - 6 * (ranks - 1) / ranks  # bytes for each element: of all other parts; of slices, and of their sums
+    cases = [
+        ((25, 16), True),
+        ((5, 80), True),  # slices that end within a row
+        ((24, 16), False),  # too small
+        ((27, 17), False),  # as many slices of one size do not exist
+        ((400, 2 * ranks), True),
+    ]
+    moved: list[list[int]] = [[] for _ in range(ranks)]
+
+    def add(rank: int) -> list[torch.Tensor]:
+        module, plain = modules[rank], modules[rank].tensor_model_parallel_all_gather
+        threads.group().device_group = gloo(store, rank, ranks)
+        module.SAVED = 400 * saved
+
+        def all_gather(mine: torch.Tensor, dim: int) -> torch.Tensor:
+            moved[rank].append(mine.nbytes)
+            return plain(mine, dim)
+
+        module.tensor_model_parallel_all_gather = all_gather
+        return [module.sum_over_ranks(parts_of(ranks, *shape)[rank][:, :: step_of(shape)]) for shape, _ in cases]
+
+    def step_of(shape: tuple[int, int]) -> int:
+        return 2 if shape[0] == 400 else 1  # rows that are apart
+
+    for rank, sums in enumerate(threads.run(add)):
+        for (shape, by_slices), found, sent in zip(cases, sums, moved[rank], strict=True):
+            expected = in_order([part[:, :: step_of(shape)] for part in parts_of(ranks, *shape)])
+            assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+            assert sent == (2 * expected.numel() // ranks if by_slices else 4 * expected.numel()), shape
+
+
 @pytest.mark.parametrize(
     ("ranks", "odd", "settings", "says"),
     [
@@ -120,7 +167,7 @@ def test_a_sum_whose_rows_are_apart_is_gathered() -> None:
 def test_one_rank_that_cannot_makes_all_gather(ranks: int, odd: Any, settings: dict[str, Any], says: str) -> None:
     engine = Engine(ranks, odd, **settings)
     assert not engine.one_shot and len(engine.said) == ranks
-    words = f"the FP32 sums of {ranks} ranks are gathered, not added in one shot: "
+    words = f"the FP32 sums of {ranks} ranks are not added in one shot: "
     assert all(words in line and says in line for line in engine.said)
     parts = parts_of(ranks, 3, 20)
     assert all(torch.equal(found, in_order(parts)) for found in engine.add(parts)) and engine.launched() == []
