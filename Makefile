@@ -158,14 +158,15 @@ else
 	$(TEST) $(ARGS)
 endif
 
-## every family, engines and three RL steps with other versions: PIN="verl openrlhf oldest newest", or some of them
+## every family, engines and three RL steps with other versions: PIN="verl verl-next openrlhf oldest newest", or some of them
 # requirements/pins-NAME.txt is laid over the main environment
 PIN ?= openrlhf newest
-PINNED_verl     := tests/verl/test_e2e.py
-PINNED_openrlhf := tests/openrlhf/test_e2e.py
-PINNED_newest   := tests/openrlhf/test_e2e.py
+PINNED_verl      := tests/verl/test_e2e.py
+PINNED_verl-next := tests/verl/test_e2e.py
+PINNED_openrlhf  := tests/openrlhf/test_e2e.py
+PINNED_newest    := tests/openrlhf/test_e2e.py
 # verl 0.9.0 needs flash-attn, which has no CPU build
-PINNED_oldest   := tests/openrlhf/test_e2e.py
+PINNED_oldest    := tests/openrlhf/test_e2e.py
 test-pins: $(PIN:%=test-pins-%)
 
 test-pins-%: build/pins/%/.done $(SELF)
