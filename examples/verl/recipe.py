@@ -101,7 +101,7 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Pa
         "hydra.run.dir=.",
         "hydra.output_subdir=null",
     ]
-    return shared + (_cpu() if recipe.device == "cpu" else _cuda(recipe, arm))
+    return shared + (_cpu() if recipe.device == "cpu" else _cuda(recipe))
 
 
 def _cpu() -> list[str]:
@@ -110,10 +110,10 @@ def _cpu() -> list[str]:
     return cpu_overrides()
 
 
-def _cuda(recipe: Recipe, arm: Arm) -> list[str]:
+def _cuda(recipe: Recipe) -> list[str]:
     """Overrides for one GPU with the user's own CUDA builds of torch and vLLM; flash-attn is not needed.
 
-    vLLM compiles and captures as usual, except in exact mode, which needs eager layers.
+    vLLM compiles and captures as usual; in exact mode the plugin captures decoding.
     """
     rollout = "actor_rollout_ref.rollout"
     return [
@@ -122,7 +122,6 @@ def _cuda(recipe: Recipe, arm: Arm) -> list[str]:
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         "actor_rollout_ref.model.use_remove_padding=False",
         f"{rollout}.gpu_memory_utilization={recipe.gpu_memory_utilization}",
-        f"{rollout}.enforce_eager={arm.exact}",
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
         "data.dataloader_num_workers=0",
