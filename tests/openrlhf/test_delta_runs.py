@@ -18,9 +18,9 @@ def task(tmp_path_factory):
     return add_hook(make_task(tmp_path_factory.mktemp("task")))
 
 
-def run(task, *extra, steps, **environ):
+def run(task, *extra, steps, actors=1, stage=2, **environ):
     environ = {**DELTA, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(task / "hook"), **environ}
-    return Run(task, *RATE, *extra, environ=environ, steps=steps)
+    return Run(task, *RATE, *extra, environ=environ, steps=steps, actors=actors, stage=stage)
 
 
 def test_twenty_syncs_to_two_engines(task):
@@ -32,8 +32,9 @@ def test_twenty_syncs_to_two_engines(task):
     assert found.text.count("RECEIVED sync") == 2 * (STEPS + 1)
 
 
-def test_colocated(task):
-    found = run(task, "--train.colocate_all", steps=5, RESTARTS="3")
+@pytest.mark.parametrize(("extra", "options"), [(("--train.colocate_all",), {}), ((), {"actors": 2, "stage": 3})])
+def test_colocated_and_two_training_processes(task, extra, options):
+    found = run(task, *extra, steps=5, RESTARTS="3", **options)
     assert found.wait(TIMEOUT) == 0, found.text[-6000:]
     assert_deltas(found.metrics(), {3}, steps=5)
 
