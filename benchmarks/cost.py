@@ -1,31 +1,51 @@
-"""What a step of RL costs on Hopper GPUs, from arithmetic: ``python -m benchmarks.cost --write`` writes ``docs/scaling.md``."""
+"""What a step of RL costs on Hopper GPUs, from arithmetic. ``benchmarks.scaling`` writes the page."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.shapes import PUBLISHED, RANKS, Linear, Model, Peaks, gemm_seconds
 from jetrl_patch.kernels.formats import BLOCK
-from scripts.tables import Row, filled, markdown
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
-
 
 # ---- Assumptions: a measurement replaces its part ---------------------------------------------------
 
 
 class Gpu(NamedTuple):
-    """What GEMMs and copies reach, bytes of memory, and bytes per second and direction to its neighbors."""
+    """A GPU and what kernels reach on it.
+
+    Attributes:
+        memory, room: bytes, and the share of them for the rollout's weights and KV cache.
+        link, latency: bytes per second and direction to its neighbors, and fixed seconds of a collective.
+        attention: speed of FlashAttention-3 in training, as a share of the BF16 peak of GEMMs.
+        exact_attention: speed of exact attention in training, relative to it.
+        exact_decoding, cache_decoding: speed of exact decoding from a BF16 and an FP8 KV cache, as a share of what bytes allow.
+        fp8_decoding: the same for FP8 linears in decoding with the quantization of their inputs.
+    """
 
     peaks: Peaks
     memory: float
     link: float
+    room: float = 0.85
+    latency: float = 10e-6
+    attention: float = 0.75
+    exact_attention: float = 0.5
+    exact_decoding: float = 0.85
+    cache_decoding: float = 0.7
+    fp8_decoding: float = 0.85
+
+    def part(self, name: str) -> float:
+        """A part by its name, also one of the peaks."""
+        found: float = getattr(self.peaks if name in Peaks._fields else self, name)
+        return found
+
+    def with_parts(self, parts: Mapping[str, float]) -> Gpu:
+        """With other values of these parts. Raises ValueError for a name that is no part."""
+        peaks = {name: value for name, value in parts.items() if name in Peaks._fields}
+        return self._replace(peaks=self.peaks._replace(**peaks), **{k: v for k, v in parts.items() if k not in peaks})
 
 
 #: an H100 has an H200's arithmetic, and 3.35 of its 4.8 TB/s
@@ -74,8 +94,7 @@ class Way(NamedTuple):
     Attributes:
         trains, samples: whether in FP8.
         passes: forward passes for old log-probs before the update.
-        attention, decoding: estimated speed of attention relative to BF16, in the trainer and in the rollout.
-        gathers: whether the rollout's ranks exchange FP32 parts; vLLM otherwise adds in BF16.
+        exact: has exact attention, and the rollout's ranks exchange FP32 parts; vLLM otherwise adds in BF16.
         cached: bytes of a value in the KV cache, with its share of a scale.
     """
 
@@ -83,9 +102,7 @@ class Way(NamedTuple):
     trains: bool
     samples: bool
     passes: int
-    attention: float = 1.0
-    decoding: float = 1.0
-    gathers: bool = False
+    exact: bool = False
     cached: float = 2.0
 
 
@@ -95,22 +112,18 @@ WAYS = (
     Way("bf16", False, False, 1),
     Way("fp8-rollout", False, True, 1),
     Way("linear", True, True, 1),
-    Way("exact", True, True, 0, attention=0.5, decoding=0.85, gathers=True),
-    Way("exact, with the pass", True, True, 1, attention=0.5, decoding=0.85, gathers=True),
-    Way("exact, FP8 KV cache", True, True, 0, attention=0.5, decoding=0.7, gathers=True, cached=FP8_CACHE),
+    Way("exact", True, True, 0, exact=True),
+    Way("exact, with the pass", True, True, 1, exact=True),
+    Way("exact, FP8 KV cache", True, True, 0, exact=True, cached=FP8_CACHE),
 )
 
-ATTENTION = 0.75  # speed of FlashAttention-3, as a share of the BF16 peak of GEMMs
-DECODED = 0.85  # speed of FP8 linears in decoding with the quantization of their inputs, as a share of what their bytes allow
 #: quantization in a training step, bytes per element: an activation is read and written for FProp (2 + 1), and its saved copy for
 #: WGrad (1 + 1); a gradient is read once and written in two layouts (2 + 2)
 QUANTIZED = (5, 4)
 #: bytes that norms, rotary embedding, activation and residuals move per token and layer forward: per hidden and inner element
 ELEMENTWISE = (75, 12)
-LATENCY = 10e-6  # fixed seconds of a collective between ranks
 #: number of ranks -> bytes of an FP32 part below which exact mode adds in one shot
 ONE_SHOT = {2: 8 << 20, 4: 512 << 10, 8: 256 << 10}
-ROOM = 0.85  # share of a GPU's memory for the rollout's weights and KV cache
 STRIDE = 64  # tokens between two checks of which sequences have ended
 
 
@@ -171,7 +184,8 @@ def training(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> tuple[float, 
     fprop, wgrad = (peaks.fp8, peaks.fp8_wgrad) if way.trains else (peaks.bf16, peaks.bf16)
     pairs = 2 * float((lengths.astype(float) ** 2).sum()) * block.heads * block.head_dim * net.layers  # causal: half of 4 c^2 d
     head = 2 * tokens * net.vocabulary * block.hidden
-    rest = (pairs / (ATTENTION * way.attention) + head) / (peaks.bf16 * 1e12)
+    attention = gpu.attention * (gpu.exact_attention if way.exact else 1)
+    rest = (pairs / attention + head) / (peaks.bf16 * 1e12)
     rest += a_byte * net.layers * (ELEMENTWISE[0] * block.hidden + ELEMENTWISE[1] * net.active * block.intermediate)
     read, written = (a_byte * net.features(side) * size * way.trains for side, size in zip("KN", QUANTIZED, strict=True))
     return flops / fprop + read + rest, flops * (1 / fprop + 1 / wgrad) + written + 2.25 * rest
@@ -184,7 +198,7 @@ def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, t
     """
     size = net.matrices(net.experts) * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
     per_token = 2 * way.cached * net.layers * net.block.kv_heads * net.block.head_dim
-    room = (gpu.memory * ROOM * tp - size) / per_token
+    room = (gpu.memory * gpu.room * tp - size) / per_token
     if room < prompt + responses.max() + STRIDE:
         return float("inf")
     waiting, running, seconds = list(responses[::-1]), np.zeros((0, 2)), 0.0  # done, wanted
@@ -212,14 +226,15 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) 
             work = 2 * rows * net.active * linear.N * linear.K / tp
             linears += max(size / (peaks.bandwidth * 1e9), work / (peak * 1e12))
     if way.samples:
-        linears /= DECODED
-    cache = context * 2 * way.cached * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / way.decoding
-    shared = 2 * sum_over_ranks(rows * net.block.hidden, way.gathers, gpu, tp)
+        linears /= gpu.fp8_decoding
+    reads = 1.0 if not way.exact else gpu.cache_decoding if way.cached == FP8_CACHE else gpu.exact_decoding
+    cache = context * 2 * way.cached * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / reads
+    shared = 2 * sum_over_ranks(rows * net.block.hidden, way.exact, gpu, tp)
     head = gemm_seconds(rows, net.vocabulary // tp, net.block.hidden, False, peaks.bf16, peaks.bandwidth)
     return net.layers * (linears + cache + shared) + head
 
 
-def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
+def sum_over_ranks(elements: float, exact: bool, gpu: Gpu, tp: int) -> float:
     """Seconds of the sum after a row-parallel linear.
 
     A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes. Exact mode adds FP32 parts in rank order
@@ -228,70 +243,10 @@ def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
     """
     if tp == 1:
         return 0.0
-    if not gathers:
-        return LATENCY + 4 * elements * (tp - 1) / tp / gpu.link
-    all_parts, a_byte = LATENCY + 4 * elements * (tp - 1) / gpu.link, elements / (gpu.peaks.bandwidth * 1e9)
+    if not exact:
+        return gpu.latency + 4 * elements * (tp - 1) / tp / gpu.link
+    all_parts, a_byte = gpu.latency + 4 * elements * (tp - 1) / gpu.link, elements / (gpu.peaks.bandwidth * 1e9)
     if 4 * elements < ONE_SHOT[tp]:
         return all_parts
-    by_slices = 2 * LATENCY + 6 * elements * (tp - 1) / tp / gpu.link + (4 + 4 + 2 / tp + 2) * a_byte
+    by_slices = 2 * gpu.latency + 6 * elements * (tp - 1) / tp / gpu.link + (4 + 4 + 2 / tp + 2) * a_byte
     return min(all_parts + (4 * tp + 4 * tp + 2) * a_byte, by_slices)
-
-
-def table() -> Iterator[Row]:
-    """One row per model and length: seconds and shares of the BF16 step, and how many times faster each other mode is."""
-    for net in NETS:
-        for load in LOADS:
-            steps = {way.name: step(net, way, load, H100) for way in WAYS}
-            base = steps.pop(WAYS[0].name)
-            yield {
-                "model": net.block.name, "GPUs": 8 * net.nodes, "longest": load.longest,
-                "BF16 step, s": f"{base.whole:.0f} ({base.tp})", "rollout": f"{base.rollout / base.whole:.0%}",
-                "old log-probs": f"{base.old_log_probs / base.whole:.0%}",
-                **{name: f"{base.whole / found.whole:.2f} ({found.tp})" for name, found in steps.items()},
-            }  # fmt: skip
-
-
-# ---- The page -------------------------------------------------------------------------------------------------------
-
-LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (8192, 16384, 32768))
-
-
-def page() -> str:
-    """The text of ``docs/scaling.md``."""
-    bf16, _, linear, exact, _, small = WAYS
-    peaks = H100.peaks
-
-    def gain(net: Net, phase: str) -> str:
-        return f"{getattr(step(net, bf16, LOADS[0], H100), phase) / getattr(step(net, linear, LOADS[0], H100), phase):.2f}"
-
-    known = (
-        ("whole step, 8B, 8k, `linear`", gain(NETS[0], "whole"), "1.16"),
-        ("training, 8B, 8k, `linear`", gain(NETS[0], "update"), "up to 1.41"),
-        ("rollout, 32B, 8k", gain(NETS[1], "rollout"), "up to 1.33"),
-    )
-    parts = (
-        ("BF16 products, TFLOP/s", f"{peaks.bf16:.0f}", "cuBLAS on an H200, measured by others"),
-        ("FP8 products: FProp and DGrad, WGrad", f"{peaks.fp8:.0f}, {peaks.fp8_wgrad:.0f}", "published kernels on Hopper"),
-        ("memory, GB/s", f"{peaks.bandwidth:.0f}", "copies on an H200, measured by others, times 3.35 / 4.8"),
-        ("memory for weights and KV cache", f"{ROOM:.0%} of {H100.memory / 1e9:.0f} GB", "assumed"),
-        ("attention in training, share of the BF16 peak", ATTENTION, "estimated, for FlashAttention-3"),
-        ("exact attention against it: training, decoding", f"{exact.attention}, {exact.decoding}", "estimated"),
-        ("decoding from an FP8 KV cache, share of what its bytes allow", small.decoding, "estimated from instructions"),
-        ("FP8 decoding, share of what bytes allow", DECODED, "estimated"),
-        ("quantization, bytes per element: input, gradient", f"{QUANTIZED[0]}, {QUANTIZED[1]}", "counted"),
-        ("norms and activations, bytes per token and layer", "{} × hidden + {} × inner".format(*ELEMENTWISE), "estimated"),
-        ("a collective between ranks: fixed cost in µs, GB/s", f"{LATENCY * 1e6:.0f}, {H100.link / 1e9:.0f}", "estimated"),
-    )
-    paper = "[paper](https://arxiv.org/abs/2601.14243)"
-    texts = {
-        "load": f"{LOADS[0].samples} samples of {LOADS[0].prompt}", "steps": markdown(list(table())),
-        "known": markdown([dict(zip(("what", "here", paper), row, strict=True)) for row in known]),
-        "parts": markdown([dict(zip(("part", "value", "source"), row, strict=True)) for row in parts]),
-    }  # fmt: skip
-    return filled(PAGE.read_text(), texts)
-
-
-if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page())
-    print(markdown(list(table()), "How many times faster than BF16 (estimated)"))

@@ -1,4 +1,4 @@
-"""The estimate of a step's cost: the page is up to date, and each part has the right effect."""
+"""The estimate of a step's cost: the page is up to date, each part has the right effect, and a measurement replaces it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks import cost as parts
-from benchmarks.cost import PAGE, Load, one_token, page, rollout, step, sum_over_ranks, training
+from benchmarks import measured as measurements
+from benchmarks.cost import Load, one_token, rollout, step, sum_over_ranks, training
+from benchmarks.hopper import kernels, plan, record
+from benchmarks.hopper import parity as modes
+from benchmarks.hopper import training as trained
+from benchmarks.measured import measured
+from benchmarks.scaling import EXACT, NAMED, OURS, PAGE, page, worse
+from benchmarks.shapes import gemm_seconds
 
 WAYS = {way.name: way for way in parts.WAYS}
 NETS = {net.block.name: net for net in parts.NETS}
@@ -75,21 +82,86 @@ def test_a_model_that_does_not_fit_is_an_error():
 
 def test_a_sum_over_ranks_moves_what_its_mode_moves():
     """BF16 all-reduces two bytes. Exact mode takes the way of the fewest bytes that pays for a second collective."""
-    free = parts.H100._replace(peaks=parts.H100.peaks._replace(bandwidth=float("inf")))
+    latency, free = parts.H100.latency, parts.H100._replace(peaks=parts.H100.peaks._replace(bandwidth=float("inf")))
     assert sum_over_ranks(1e6, True, free, 1) == sum_over_ranks(1e6, False, free, 1) == 0
     for tp in (2, 4, 8):
-        assert sum_over_ranks(1e6, False, free, tp) == pytest.approx(parts.LATENCY + 4e6 * (tp - 1) / tp / free.link)
+        assert sum_over_ranks(1e6, False, free, tp) == pytest.approx(latency + 4e6 * (tp - 1) / tp / free.link)
         small, large = parts.ONE_SHOT[tp] / 4 - 1, 1e8
         for gpu in (parts.H100, free):  # in one shot no part is stored
-            assert sum_over_ranks(small, True, gpu, tp) == pytest.approx(parts.LATENCY + 4 * small * (tp - 1) / gpu.link)
-        assert sum_over_ranks(large, True, free, tp) == pytest.approx(2 * parts.LATENCY + 6 * large * (tp - 1) / tp / free.link)
+            assert sum_over_ranks(small, True, gpu, tp) == pytest.approx(latency + 4 * small * (tp - 1) / gpu.link)
+        assert sum_over_ranks(large, True, free, tp) == pytest.approx(2 * latency + 6 * large * (tp - 1) / tp / free.link)
         assert sum_over_ranks(large, True, free, tp) < sum_over_ranks(large, True, parts.H100, tp)
     medium = 2e5  # too large for one shot, too small for two collectives
-    assert sum_over_ranks(medium, True, free, 4) == pytest.approx(parts.LATENCY + 4 * medium * 3 / free.link)
+    assert sum_over_ranks(medium, True, free, 4) == pytest.approx(latency + 4 * medium * 3 / free.link)
 
 
 def test_its_limits_are_those_of_the_engine():
     ranks = pytest.importorskip("jetrl_patch.adapters.vllm.ranks")
     assert {tp: min(ranks.ONE_STAGE[tp], 8 << 20) for tp in parts.ONE_SHOT} == parts.ONE_SHOT
-    pays = parts.LATENCY * parts.H100.link  # bytes that a second collective has to save
+    pays = parts.H100.latency * parts.H100.link  # bytes that a second collective has to save
     assert 0.9 * pays < ranks.SAVED < 1.1 * pays
+
+
+def test_every_part_counts_and_the_most_important_is_first():
+    net, load = NETS["Llama-3.1-70B"], parts.Load(256, 512, 16384)
+    for name in NAMED:
+        changed = parts.H100.with_parts({name: 0.5 * parts.H100.part(name)})
+        assert any(step(net, way, load, changed) != step(net, way, load, parts.H100) for way in (WAYS["exact"], EXACT)), name
+    with pytest.raises(ValueError, match="speed"):
+        parts.H100.with_parts({"speed": 1.0})
+    first, *others, both = [[float(ratio) for ratio in list(row.values())[1:]] for row in worse(parts.H100)]
+    assert len(others) == len(OURS) and sum(others[0]) == min(map(sum, others)) < sum(both) < sum(first)
+
+
+def test_measured_parts_are_named_on_the_page(tmp_path):
+    text = page(tmp_path)
+    assert text == PAGE.read_text() and "| measured |" not in text
+    write(tmp_path, 0.8)
+    assert page(tmp_path).count("| measured |") == len(PARTS)
+
+
+def write(folder, factor):
+    """Records of a GPU that has ``factor`` times the assumed parts."""
+    gpu = parts.H100.with_parts({name: factor * parts.H100.part(name) for name in PARTS})
+    peaks, (model, net, M) = gpu.peaks, (measurements.MODEL, measurements.NET, measurements.M)
+    sizes = sum(N * K for _, N, K in model.linears)
+    fprop, wgrad, bf16 = (2 * M * sizes / 1e12 / peak for peak in peaks[1:3] + peaks[:1])
+    quantized = M * sum(5 * K + 4 * N for _, N, K in model.linears) / (peaks.bandwidth * 1e9)
+    decode = sum(gemm_seconds(64, N, K, True, peaks.fp8, peaks.bandwidth) for _, N, K in model.linears) / gpu.fp8_decoding
+    times = (
+        (kernels.FPROP, M, kernels.BF16, bf16), (kernels.FPROP, M, "triton", fprop),
+        (kernels.LAYER, M, "triton", 2 * fprop + wgrad + quantized), (kernels.DECODE, 64, "triton", decode),
+    )  # fmt: skip
+    rows = {"kernels": [{"what": what, "M": M, "way": way, "us": 1e6 * seconds} for what, M, way, seconds in times]}
+
+    def forward(mode, variant):
+        count, length = trained.VARIANTS[variant]
+        share = gpu.attention * (gpu.exact_attention if mode == "exact" else 1)
+        pairs = 2 * count * length**2 * model.heads * model.head_dim * trained.LAYERS
+        return {"mode": mode, "sequences": variant, "forward ms": 5 + 1e3 * pairs / (share * peaks.bf16 * 1e12)}
+
+    rows["training"] = [forward(mode, variant) for mode in (trained.BASELINE, "exact") for variant in ("short", "long")]
+    rows["rollout"] = [
+        {"mode": mode, "requests": 4, "prompt": 32768, "response": 128,
+         "decode tokens/s": 4 / one_token(net, way, 4, 4 * (32768 + 64), gpu, 1)}
+        for mode, way in ((modes.GRAPHS, WAYS["exact"]), (modes.FP8_CACHE, EXACT), (modes.STOCK_BF16, WAYS["bf16"]))
+    ]  # fmt: skip
+    for name, found in rows.items():
+        (part,) = plan.find([name])
+        whole = record.load(folder, part) | {"planned": ["all"], "rows": {"all": found}}
+        record.save(folder, part, whole)
+    return gpu
+
+
+PARTS = ("bf16", "fp8", "fp8_wgrad", "attention", "exact_attention", "exact_decoding", "cache_decoding", "fp8_decoding")
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.1])
+def test_measured_parts_replace_the_assumed_ones(tmp_path, factor):
+    assert measured(tmp_path, parts.H100) == {}
+    gpu = write(tmp_path, factor)
+    found = measured(tmp_path, parts.H100)
+    assert found == pytest.approx({name: gpu.part(name) for name in PARTS}, rel=1e-6)
+    (kernel,) = plan.find(["kernels"])
+    record.save(tmp_path, kernel, record.load(tmp_path, kernel) | {"dry": True})  # measures nothing
+    assert not {"bf16", "fp8", "fp8_wgrad", "fp8_decoding"} & measured(tmp_path, parts.H100).keys()
