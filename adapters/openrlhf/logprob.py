@@ -11,6 +11,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
+from jetrl_patch.adapters.openrlhf.vision import NEVER
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import attention
 from jetrl_patch.patching.patch import replacement
@@ -192,6 +193,8 @@ def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: 
         first = packed(first, batch.packed, labels.numel())
     tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
     edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
+    if WORKER.placeholders:
+        edit = never(_on(WORKER.placeholders, logits.device), edit)
     return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
 
@@ -223,6 +226,16 @@ def ban_at(first: Any, tokens: Any) -> Any:
         return block.index_copy(1, tokens, kept)
 
     return edit
+
+
+def never(tokens: Any, edit: Any) -> Any:
+    """Return an edit that does ``edit`` and lowers the logits of ``tokens`` as the rollout does (``vision.never_samples``)."""
+
+    def both(block: Any, rows: slice) -> Any:
+        block = block if edit is None else edit(block, rows)
+        return block.index_copy(1, tokens, block[:, tokens] + NEVER)
+
+    return both
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,6 +10,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.settings import check_mark, model_problems
 from jetrl_patch.adapters.openrlhf.state import WORKER
+from jetrl_patch.adapters.openrlhf.vision import placeholders
 from jetrl_patch.config import Config
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.source import Source, convert
@@ -73,6 +74,8 @@ def actor_init(
     if config.same_log_probs:
         WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
     original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
+    if config.exact:
+        WORKER.placeholders = tuple(placeholders(self.model.config))
     settings.check_model(self.model, str(pretrain_or_model))
     source = WORKER.sources[self] = prepare(self.model, config, self)
     WORKER.followers.add(source)

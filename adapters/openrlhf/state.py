@@ -31,6 +31,7 @@ class WorkerState(source.Worker):
         args: OpenRLHF's arguments, once this process has checked the run's settings.
         reference: whether this actor holds the reference model, which is never trained.
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
+        placeholders: tokens of images and videos, whose logits are lowered in exact mode as in the rollout.
         report: metrics of the last weight sync, until the trainer loop takes them.
         version: number of the last weight sync; 0 before the first.
         lines: log lines of the monitor and the guard that the trainer loop has not taken yet.
@@ -45,6 +46,7 @@ class WorkerState(source.Worker):
     lines: list[str] = field(default_factory=list)
     reference: bool = False
     stop_tokens: tuple[int, ...] = ()
+    placeholders: tuple[int, ...] = ()
     report: dict[str, Any] | None = None
     synced_at: int | None = None
     checked: Any = None

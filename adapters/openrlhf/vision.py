@@ -35,7 +35,7 @@ TEXT_RULES: tuple[Rule, ...] = (
 )
 
 #: added to the logit of a token that vLLM must never sample
-_NEVER = -100.0
+NEVER = -100.0
 
 
 def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> Iterator[JetrlError]:
@@ -56,7 +56,7 @@ def never_samples(original: Any, self: Any, prompt: Any, sampling_params: Any, *
     """Wrap ``AsyncLLM.generate``: responses contain no placeholder token of an image or video."""
     banned = placeholders(self.model_config.hf_config)
     if banned:  # OpenRLHF makes a copy for each request
-        sampling_params.logit_bias = {**(sampling_params.logit_bias or {}), **dict.fromkeys(banned, _NEVER)}
+        sampling_params.logit_bias = {**(sampling_params.logit_bias or {}), **dict.fromkeys(banned, NEVER)}
     return original(self, prompt, sampling_params, *args, **kwargs)
 
 
@@ -84,7 +84,7 @@ VISION: tuple[Patch, ...] = (
     Patch(
         "vllm.v1.engine.async_llm", "AsyncLLM.generate", never_samples,
         reason="a vision-language model may sample an image or video placeholder token, and the trainer then crashes in "
-        "get_rope_index or get_placeholder_mask. The trainer's own log-probs do not mask it",
+        "get_rope_index or get_placeholder_mask. The trainer's own log-probs mask it only in exact mode",
         upstream=NO_REPORT,
         remove_when="OpenRLHF's SamplesGenerator bans placeholder tokens in its SamplingParams, as verl does since verl#7038",
         fixes="openrlhf",

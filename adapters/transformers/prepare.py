@@ -17,7 +17,7 @@ from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import dispatch, modules, ops
+from jetrl_patch.exact import dispatch, modules, ops, tower
 from jetrl_patch.exact.modules import check_family, swap
 from jetrl_patch.exact.trial import choose_attention
 from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
@@ -25,9 +25,10 @@ from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear
+from jetrl_patch.models.families import covering
 from jetrl_patch.models.family import DROPOUTS
-from jetrl_patch.models.layers import cut_words, is_row_parallel
-from jetrl_patch.models.structure import check_device
+from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
+from jetrl_patch.models.structure import check_device, text_config
 
 # ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
@@ -175,9 +176,10 @@ def prepare_model(
     if config.exact:
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
-        heads = model.config.num_attention_heads
-        shared = getattr(model.config, "num_key_value_heads", None) or heads
-        width = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
+        text = text_config(model.config)
+        heads = text.num_attention_heads
+        shared = getattr(text, "num_key_value_heads", None) or heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
         choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
@@ -225,13 +227,18 @@ def _check_exact(model: Any) -> dict[str, type]:
         found, fix = f"TransformerEngine in {te}, whose GEMM depends on the batch", "use align='linear'"
         raise ModelError(explain("align='exact'", required="batch-invariant GEMMs", found=found, fix=fix))
     family = check_family(model.config)
-    kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary, family.mlp: modules.ExactMLP}
+    kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary}
+    kinds |= {known.mlp: modules.ExactMLP for known in covering("exact").values()}  # some families have the MLP of another one
     if family.chooser and any(hasattr(module, "route_tokens_to_experts") for module in model.modules()):
         kinds |= {family.router: modules.ExactScores, family.chooser: modules.ExactChoice}
     elif family.mixture:
         kinds[family.router] = modules.ExactSigmoidRouter if family.chooser else modules.ExactRouter
     known_kinds = {*kinds, *family.experts}
     for name, module in model.named_modules():
+        if in_tower(name):
+            if _is_tower(name):
+                tower.check(module, name)
+            continue
         known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in known_kinds
         if not known and next(module.parameters(recurse=False), None) is not None:
             required = f"linears, embeddings and {family.norm}, as transformers builds {family.causal_lm}"
@@ -245,11 +252,19 @@ def _check_exact(model: Any) -> dict[str, type]:
 
 def _make_exact(model: Any, kinds: dict[str, type], rollout_tp: int) -> None:
     for name, module in model.named_modules():
-        if (exact := kinds.get(type(module).__name__)) is not None:
+        if in_tower(name):
+            if _is_tower(name):
+                tower.make_exact(module)
+        elif (exact := kinds.get(type(module).__name__)) is not None:
             modules.swap(module, exact)
         elif isinstance(module, nn.Embedding):
             modules.swap(module, modules.ExactEmbedding)
         elif type(module) is nn.Linear:
             modules.swap(module, modules.ExactLinear)
             module.jetrl_splits = rollout_tp if is_row_parallel(name) else 1
-    model.config._attn_implementation = NAME
+    text_config(model.config)._attn_implementation = NAME
+
+
+def _is_tower(name: str) -> bool:
+    """Whether ``name`` is a vision tower, not a part of one."""
+    return in_tower(name) and not in_tower(name.rpartition(".")[0])

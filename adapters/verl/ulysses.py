@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from jetrl_patch import registry
+from jetrl_patch import registry, session
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.models.structure import has_delta_nets, has_latent_attention, is_vision_language
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.rules import raised
 
@@ -109,8 +109,12 @@ def model_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
 
 
 def check_whole(hf_config: Any, size: int, what: str = _SIZE) -> None:
-    """Raise ModelError if several ranks share the sequences of a model with delta nets or latent attention."""
-    kinds = {"gated delta nets": has_delta_nets(hf_config), "latent attention": has_latent_attention(hf_config)}
+    """Raise ModelError if several ranks share the sequences of a model whose slices have not been compared with the rollout."""
+    kinds = {
+        "gated delta nets": has_delta_nets(hf_config),
+        "latent attention": has_latent_attention(hf_config),
+        "a vision tower in exact mode": is_vision_language(hf_config) and session.active_with(lambda config: config.exact),
+    }
     for kind, present in kinds.items():
         if present and size > 1:
             required = f"whole sequences of a model with {kind} (slices have not been compared with the rollout)"

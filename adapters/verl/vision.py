@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Iterator
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -186,11 +187,39 @@ def _mean_of_dummy(model: Any, embeds: Tensor) -> Tensor:
     return features.mean()
 
 
+# ---- Exact mode ----
+
+@replacement
+def exact_attention(
+    original: Any, self: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None,
+    position_embeddings: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Wrap ``qwen2_vl_attn_forward``, which always calls flash attention: another attention that was chosen stays."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    chosen = self.config._attn_implementation
+    if "flash" in chosen or chosen not in ALL_ATTENTION_FUNCTIONS:
+        return original(self, hidden_states, attention_mask, position_ids, position_embeddings, **kwargs)
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (layer(hidden_states).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    rotate = importlib.import_module(type(self).__module__).apply_multimodal_rotary_pos_emb
+    q, k = rotate(q, k, *position_embeddings, self.config.rope_parameters["mrope_section"])
+    out, _ = ALL_ATTENTION_FUNCTIONS[chosen](self, q, k, v, attention_mask, scaling=self.scaling, position_ids=position_ids)
+    return self.o_proj(out.flatten(2)), None
+
+
 # ---- The patches ----
 
 _GLM = "training GLM-4.1V in verl"
 
 VISION: tuple[Patch, ...] = (
+    Patch(
+        "verl.models.transformers.qwen2_vl", "qwen2_vl_attn_forward", exact_attention,
+        when=lambda config: config.exact,
+        reason="for packed rows verl calls FlashAttention-2 in this module's families, which differs from the rollout's. "
+        "Slices of sequences (Ulysses) are not covered",
+        remove_when="verl's monkey_patch leaves the attention of a model alone whose _attn_implementation is not flash attention",
+    ),
     *(
         Patch(
             module, "maybe_fix_3d_position_ids", fix_position_ids,

@@ -54,6 +54,15 @@ def _compile_or_warm_up_model(original: Any, self: Any) -> Any:
     return result
 
 
+@replacement
+def _initialize_model(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    from jetrl_patch.adapters.vllm.tower import share
+
+    model = original(vllm_config, *args, **kwargs)
+    share(model, vllm_config.model_config.hf_config)
+    return model
+
+
 # ---- The sampler of vLLM's V2 model runner -------------------------------------------------------
 # Its Triton kernels divide and sum in other ways than torch, which the V1 runner and the trainer use. Everything else on the way
 # to a log-prob is shared with V1, or only masks tokens.
@@ -101,6 +110,13 @@ PATCHES: tuple[Patch, ...] = (
         always="a worker must not generate after a failed sync, even if its process is no longer patched",
         reason="without it an engine would generate from half-updated weights after a failed sync",
         remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step, and may raise",
+    ),
+    Patch(
+        "vllm.model_executor.model_loader.base_loader", "initialize_model", _initialize_model,
+        when=lambda config: config.exact,
+        reason="vLLM's vision towers round differently from transformers', and its DeepStack adds before the residual. Does not "
+        "cover loaders that build a model themselves (tensorizer)",
+        remove_when="vLLM's registry of out-of-tree layers (CustomOp, PluggableLayer) has its vision towers and decoder layers",
     ),
     Patch(
         "vllm.v1.worker.gpu.sample.logprob", "compute_token_logprobs", _compute_token_logprobs,

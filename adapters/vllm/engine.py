@@ -129,6 +129,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             f"kv_cache_dtype={args.kv_cache_dtype}": (
                 config.kv_cache == "auto" and args.kv_cache_dtype not in ("auto", "bfloat16")
             ),
+            "limit_mm_per_prompt for videos": bool((args.limit_mm_per_prompt or {}).get("video")),
         }
     if unsupported := _present(refused):
         fix = "Turn it off, or use align='linear'." if config.exact and not args.enable_lora else "Turn it off."
@@ -136,6 +137,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         raise ConflictError(f"{mode} does not support vLLM's {', '.join(unsupported)}. {fix}")
     if config.exact:
         choose_attention(args)
+        # vLLM then refuses videos, which have not been tried
+        args.limit_mm_per_prompt = {**(args.limit_mm_per_prompt or {}), "video": 0}
     args.quantization = ours
     if config.exact and not _on_cpu() and asks_for_graphs(args, config):
         capture_decoding(args, config)
@@ -261,6 +264,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         "CUDA graphs of the V2 model runner (set enforce_eager=True)": (
             vllm_config.use_v2_model_runner and bool(vllm_config.compilation_config.cudagraph_mode)
         ),
+        **_mm_problems(vllm_config),
+        "the V2 model runner with a vision tower": bool(family.tower) and vllm_config.use_v2_model_runner,
         "FlashInfer's sampler, whose log-probs vary with the batch (set VLLM_USE_FLASHINFER_SAMPLER=0)": (
             not _on_cpu() and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") != "0"
         ),
@@ -269,6 +274,18 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     if found := _present(problems) + sampling_switches(vllm_config) + split:
         why = "trainer and rollout would differ. Turn it off, or use align='linear'."
         raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
+
+
+def _mm_problems(vllm_config: VllmConfig) -> dict[str, bool]:
+    """What would bypass or change the trainer's vision tower."""
+    mm = vllm_config.model_config.multimodal_config
+    return {
+        "CUDA graphs of the vision tower (cudagraph_mm_encoder)": bool(
+            getattr(vllm_config.compilation_config, "cudagraph_mm_encoder", False)
+        ),
+        "mm_device_do_normalize": bool(getattr(mm, "mm_device_do_normalize", False)),
+        "enable_mm_embeds": bool(getattr(mm, "enable_mm_embeds", False)),
+    }
 
 
 def device_problems(vllm_config: VllmConfig) -> None:

@@ -10,9 +10,10 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, apply_interleaved_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from jetrl_patch.adapters.vllm.formats import logger
@@ -24,7 +25,7 @@ from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.fp8.producers import multiplied, normed
 from jetrl_patch.kernels.formats import ScaleFormat
-from jetrl_patch.models.families import FAMILIES, Family
+from jetrl_patch.models.families import Family, family_of
 
 # ---- Exact ops -----------------------------------------------------------------------------------
 # They have Hugging Face's order of operations and rounding. vLLM's table of out-of-tree ops replaces each class by name when it
@@ -51,7 +52,8 @@ class ExactLogitsProcessor(LogitsProcessor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         hf_config = get_current_vllm_config().model_config.hf_text_config
-        key = FAMILIES[hf_config.model_type].logits_divisor
+        family = family_of(hf_config)
+        key = family.logits_divisor if family else None
         self.divisor = None if key is None else getattr(hf_config, key)
         if self.divisor is not None:
             self.scale = 1.0
@@ -71,33 +73,72 @@ class ExactSiluAndMul(SiluAndMul):
         return ops.silu_mul(gate, up)
 
 
+def _table(rotary: RotaryEmbeddingBase) -> torch.Tensor:
+    """``[2, P, D/2]`` BF16: cosines, then sines, each contiguous. Raises ModelError for another embedding than the trainer's."""
+    model = get_current_vllm_config().model_config
+    frequencies = ops.rope_frequencies(model.hf_text_config)
+    width = 2 * frequencies.shape[0]
+    if not rotary.is_neox_style or rotary.rotary_dim != width:
+        required = f"the trainer's rotary embedding (rotary_dim={width}, neox=True)"
+        found = f"rotary_dim={rotary.rotary_dim}, neox={rotary.is_neox_style}"
+        raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix="use align='linear'"))
+    positions = max(rotary.max_position_embeddings, model.max_model_len)
+    return torch.stack(ops.rotary_table(frequencies, positions))
+
+
+def _turn(
+    rotary: RotaryEmbeddingBase, tables: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate ``query`` and ``key [T, heads * D]`` by two ``tables [P, D/2]`` at ``positions [T]``: new tensors."""
+    cos, sin = tables
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        heads_ThD = x.view(positions.shape[0], -1, rotary.head_size)
+        return ops.apply_rotary(heads_ThD, cos, sin, positions).view(x.shape)
+
+    return turn(query), None if key is None else turn(key)
+
+
 class ExactRotaryEmbedding(RotaryEmbedding):
     """Rounds the tables, products and sums to BF16, as Hugging Face's ``apply_rotary_pos_emb`` does."""
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
-        """``[2, P, D/2]`` BF16: cosines, then sines, each contiguous."""
-        model = get_current_vllm_config().model_config
-        frequencies = ops.rope_frequencies(model.hf_text_config)
-        width = 2 * frequencies.shape[0]
-        if not self.is_neox_style or self.rotary_dim != width:
-            required = f"the trainer's rotary embedding (rotary_dim={width}, neox=True)"
-            found = f"rotary_dim={self.rotary_dim}, neox={self.is_neox_style}"
-            raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix="use align='linear'"))
-        positions = max(self.max_position_embeddings, model.max_model_len)
-        return torch.stack(ops.rotary_table(frequencies, positions))
+        family = family_of(get_current_vllm_config().model_config.hf_config)
+        if family is not None and family.tower:  # of vLLM's vision tower, which ``tower`` replaces before it computes
+            return super()._compute_cos_sin_cache()
+        return _table(self)
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``positions [T]``, ``query`` and ``key [T, heads * D]`` BF16 -> both rotated, new tensors."""
-        cos, sin = self._match_cos_sin_cache_dtype(query)
-        positions = positions.flatten()
+        return _turn(self, self._match_cos_sin_cache_dtype(query), positions.flatten(), query, key)
 
-        def turn(x: torch.Tensor) -> torch.Tensor:
-            heads_ThD = x.view(positions.shape[0], -1, self.head_size)
-            return ops.apply_rotary(heads_ThD, cos, sin, positions).view(x.shape)
 
-        return turn(query), None if key is None else turn(key)
+def _followed(rotary: MRotaryEmbedding, table_3TD: torch.Tensor) -> torch.Tensor:
+    """Cosines or sines of three positions of each token -> those that the elements of its heads follow, ``[T, D/2]``."""
+    assert rotary.mrope_section is not None
+    if rotary.mrope_interleaved:
+        return apply_interleaved_rope(table_3TD, rotary.mrope_section)
+    parts = table_3TD.split(list(rotary.mrope_section), dim=-1)
+    return torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+
+
+class ExactMRotaryEmbedding(MRotaryEmbedding):
+    """The same for vision-language models: each element of a head follows the time, the height or the width of its token."""
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        return _table(self)
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, offsets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``positions [3, T]``, or ``[T]`` if all three are equal. The rest as ``ExactRotaryEmbedding.forward``."""
+        tables = self._match_cos_sin_cache_dtype(query)
+        if positions.ndim == 2:
+            tables = torch.stack([_followed(self, table[positions]) for table in tables])
+            positions = torch.arange(positions.shape[1], device=positions.device)
+        return _turn(self, tables, positions, query, key)
 
 
 class ExactLlama3RotaryEmbedding(ExactRotaryEmbedding, Llama3RotaryEmbedding):
@@ -113,6 +154,7 @@ OPS: dict[str, type] = {
     "RMSNorm": ExactRMSNorm,
     "SiluAndMul": ExactSiluAndMul,
     "RotaryEmbedding": ExactRotaryEmbedding,
+    "MRotaryEmbedding": ExactMRotaryEmbedding,
     "Llama3RotaryEmbedding": ExactLlama3RotaryEmbedding,
     "LinearScalingRotaryEmbedding": ExactLinearScalingRotaryEmbedding,
 }

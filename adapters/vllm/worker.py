@@ -30,7 +30,7 @@ from jetrl_patch.exact import trial
 from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
-from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, Family, family_of
+from jetrl_patch.models.families import LLAMA_LIKE, Family, family_of
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
@@ -63,7 +63,8 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
 def finish_model(worker: Any) -> None:
     """Swap these modules of a loaded worker. Raises ModelError if one has no exact counterpart."""
     config, model = worker.vllm_config.model_config, worker.model_runner.get_model()
-    family = FAMILIES[config.hf_text_config.model_type]
+    family = family_of(config.hf_config)
+    assert family is not None  # ``engine`` has checked it
     if config.using_transformers_backend():
         finish_transformers(model, family)
     elif family.chooser:  # routers by a sigmoid, which vLLM builds as torch linears in FP32
@@ -106,6 +107,9 @@ def try_ops(worker: Any, config: Config) -> None:
         sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or trial.PAGE
         trial.choose_attention(config.resolved_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
         trial.require_exact_ops(sizes, worker.device, page, fp8_cache=config.kv_cache == "fp8")
+        vision = getattr(worker.vllm_config.model_config.hf_config, "vision_config", None)
+        if vision is not None:  # a text model has none
+            trial.require_exact_tower(vision.hidden_size, vision.num_heads, worker.device)
         choose_sum(worker.device)
         keep_equal(worker.model_runner.get_model())
 

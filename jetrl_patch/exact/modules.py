@@ -13,6 +13,7 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import elementwise, ops
 from jetrl_patch.exact.elementwise import rope_parameters
 from jetrl_patch.models.families import FAMILIES, Family, covering
+from jetrl_patch.models.structure import text_config
 
 # ---- Exact counterparts of Hugging Face modules, for the trainer, and for vLLM if it runs Hugging Face code
 # ``swap`` changes a module's class in place. The module keeps its parameters and name and is still an instance of its original
@@ -56,12 +57,20 @@ class ExactRotary:
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions ``[..., T]`` -> cos and sin ``[..., T, D]``.
+
+        Vision-language models have positions [3, B, T]: time, height and width. Each element of a head follows one of them. The
+        rotary module of some families selects it, the attention of the others.
+        """
         tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up: the table rarely grows
         cos, sin = self._table(max(tokens, longest_context(self.config)), x.device)
         try:
             cos, sin = cos[position_ids], sin[position_ids]
         except IndexError:
             cos, sin = (table[position_ids] for table in self._table(int(position_ids.max()) + 1, x.device))
+        select = getattr(self, "apply_interleaved_mrope", None)
+        if select is not None:
+            cos, sin = (select(t, self.mrope_section) for t in (cos, sin))  # type: ignore[attr-defined]
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
     def _table(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -196,9 +205,10 @@ def check_family(hf_config: Any) -> Family:
     architectures = getattr(hf_config, "architectures", None) or [family.causal_lm]
     if family.causal_lm not in architectures:
         problems.append(f"architectures={architectures} (expected {family.causal_lm})")
-    broken = [setting for setting in family.settings if setting.problem(hf_config)]
-    problems += [setting.problem(hf_config) for setting in broken]
-    rope = rope_parameters(hf_config)
+    text = text_config(hf_config)
+    broken = [setting for setting in family.settings if setting.problem(text)]
+    problems += [setting.problem(text) for setting in broken]
+    rope = rope_parameters(text)
     if not family.partial_rotary and rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} (expected 1)")
     if rope["rope_type"] not in _ROPE_TYPES:

@@ -9,11 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.exact import dispatch, flash3, kv_cache, ops
+from jetrl_patch.exact import dispatch, flash3, kv_cache, ops, tower
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
 # In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
@@ -132,6 +133,21 @@ class _Trial:
             require_equal(alone, trained[a:b], where)
         return "equal bits in decode steps, chunks, prompts and packed batches"
 
+    def tower(self, heads: int) -> str:
+        """Compare images in one batch with each image alone, in a tower whose width is ``sizes.hidden``."""
+        ends, width = [0, *itertools.accumulate(self.lengths)], self.sizes.hidden // heads
+        q, k, v = (self.random(self.tokens, heads, width) for _ in range(3))
+        whole = tower.whole_attention(q, k, v, self.integers(ends), width**-0.5)
+        for a, b in itertools.pairwise(ends):
+            alone = tower.whole_attention(q[a:b], k[a:b], v[a:b], self.integers([0, b - a]), width**-0.5)
+            require_equal(alone, whole[a:b], f"values: differ between an image of {b - a} patches alone and in a batch")
+        x, w = self.random(self.tokens, self.sizes.hidden), self.random(self.sizes.hidden)
+
+        def made(part: slice) -> Tensor:
+            return tower.rounded_once(lambda x, w: F.gelu(F.layer_norm(x, w.shape, w), approximate="tanh"), x[part], w)
+
+        return self.rows(made, self.tokens)
+
     def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, Tensor]:
         """A paged cache, its scales if it is FP8, and its table: sequences in blocks in random order, NaN in unwritten slots."""
         page = self.page
@@ -191,6 +207,21 @@ def compare_ops(
     }
     for name, call in tried.items():
         yield name, _tried(call)
+
+
+@torch.no_grad()
+def require_exact_tower(hidden: int, heads: int, device: torch.device, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """Test the attention, the norms and the activations of a vision tower with ``heads`` heads; never on a CPU.
+
+    Raises ModelError if an image's features would depend on other images, or an op cannot run.
+    """
+    if device.type == "cpu":
+        return
+    verdict = _tried(partial(_Trial(Sizes(hidden, 0, 0, 0, 0, 0), device, lengths).tower, heads))
+    if not verdict.ok:
+        what, fix = f"align='exact' on {device}, vision tower", "use align='linear' (shared FP8 linears, a small mismatch)"
+        required = "features of an image that do not depend on the batch"
+        raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
 
 
 def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE, fp8_cache: bool = False) -> None:

@@ -39,10 +39,11 @@ _EXPERTS: dict[Part, str] = {
     **_NOT_MEGATRON,
 }
 #: for every family with a vision tower
+_INTERLEAVED = Setting("rope_parameters.mrope_interleaved", (True,), "the trainer's angles are interleaved", needed=True)
+_TOWER: dict[Part, str] = {"scaling": "moving factors has not been tested with a vision tower", **_NOT_MEGATRON}
 _VISION: dict[Part, str] = {
     "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
-    "scaling": "moving factors has not been tested with a vision tower",
-    **_NOT_MEGATRON,
+    **_TOWER,
 }
 
 #: for every family with gated delta nets
@@ -176,8 +177,15 @@ _RECORDS = (
         mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),
-    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_VISION | _NOT_VEOMNI, tower="visual"),
-    Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_VISION, text="Text", tower="visual"),
+    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_TOWER | _NOT_VEOMNI, tower="visual"),
+    _family(
+        "qwen3_vl", "Qwen3VL", "Qwen3-VL",
+        _NO_OUTPUT_BIAS,
+        _INTERLEAVED,
+        uncovered=_TOWER,
+        text="Text",
+        tower="visual",
+    ),
     Family(
         "qwen3_5", "Qwen3_5", "Qwen3.5",
         readers={**READERS, "input_layernorm": (*READERS["input_layernorm"], *_IN)},
@@ -205,9 +213,11 @@ _RECORDS = (
     ),
     _with_experts(
         "qwen3_vl_moe", "Qwen3VLMoe", "Qwen3-VL-MoE",
+        _NO_OUTPUT_BIAS,
+        _INTERLEAVED,
         *_ALL_BLOCKS,
         merged=(QKV,),
-        uncovered=_EXPERTS | _VISION,
+        uncovered=_EXPERTS | _TOWER,
         text="Text",
         tower="visual",
     ),

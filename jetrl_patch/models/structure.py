@@ -91,12 +91,12 @@ def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
     """The number of experts of a block and their intermediate size, from the whole model's config; None if it has no mixture."""
     if not _mixes(hf_config):
         return None
-    text = _text(hf_config)
+    text = text_config(hf_config)
     count = next((int(count) for name in EXPERTS if (count := getattr(text, name, None))), 0)
     return (count, int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)) if count else None
 
 
-def _text(hf_config: Any) -> Any:
+def text_config(hf_config: Any) -> Any:
     """The config of the language model. With a vision tower, its ``model_type`` is not a key of the families' table."""
     return hf_config.get_text_config() if is_vision_language(hf_config) else hf_config
 
@@ -152,7 +152,7 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         why = "in other models the vision tower would become FP8, and the two sides name layers differently"
         yield f"one text model, or with an FP8 rollout one of {', '.join(vision)} ({why})", " and ".join(sorted(parts))
     latent = has_latent_attention(hf_config)
-    handled, hf_config = _mixes(hf_config), _text(hf_config)
+    handled, hf_config = _mixes(hf_config), text_config(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
     in_blocks = config.fp8_rollout and not config.channelwise
@@ -180,7 +180,7 @@ def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
     family = family_of(hf_config)
     if family is None:
         return
-    text = _text(hf_config)
+    text = text_config(hf_config)
     for setting in family.settings:
         if setting.everywhere and (found := setting.found(text)):
             fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"

@@ -14,6 +14,7 @@ from tests.openrlhf.test_e2e import TIMEOUT, finish
 BF16, LINEAR, ROLLOUT = (
     {"JETRL_PRECISION": "bf16"}, {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}, {"JETRL_PRECISION": "fp8-rollout"},
 )  # fmt: skip
+EXACT = {"JETRL_PRECISION": "fp8-unified"}
 STEPS = 3
 FROZEN = "--actor.freeze_visual_encoder"
 #: as OpenRLHF's own script, without sleeping, which vLLM cannot do on a CPU
@@ -52,6 +53,8 @@ def make_task(folder: Path, family: str) -> Path:
     [
         ("qwen2_5_vl", BF16, (), 2),
         ("qwen2_5_vl", LINEAR, (), 2),
+        ("qwen2_5_vl", EXACT, (), 2),
+        ("qwen3_vl", EXACT, (FROZEN,), 3),
         ("qwen2_5_vl", ROLLOUT, (), 2),
         ("qwen3_5", BF16, (FROZEN,), 2),
         ("qwen3_5", LINEAR, (FROZEN, *COLOCATED), 3),
@@ -83,5 +86,7 @@ def test_grpo_on_images_and_text(
         if environ is not BF16 or FROZEN not in extra:  # OpenRLHF's own sync leaves out what is frozen
             assert step["jetrl/sync_bytes_total"] == sent
         assert step["jetrl/tokens"] >= 16
-        if step["jetrl/stale_fraction"] < 1:  # an asynchronous trainer uses samples of older weights too
+        if environ is EXACT:
+            assert (step["jetrl/bit_equal_fraction"], step["jetrl/logp_abs_diff_max"]) == (1.0, 0.0)
+        elif step["jetrl/stale_fraction"] < 1:  # an asynchronous trainer uses samples of older weights too
             assert 0 < step["jetrl/logp_abs_diff_mean"] < most

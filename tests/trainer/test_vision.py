@@ -29,6 +29,7 @@ LAYERS = {
     "qwen2_5_vl": 2 * 7, "qwen3_vl": 2 * 7, "qwen3_vl_moe": 2 * (4 + 8 * 3), "glm4v": 2 * 6, "qwen3_5": 6 + 7,
     "qwen3_5_moe": 6 + 7 + 2 * 8 * 3,
 }  # fmt: skip
+EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MIXTURES = [family for family in vision_models.FAMILIES if FAMILIES[family].mixture]
 
 
@@ -71,6 +72,37 @@ def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: s
     assert not torch.equal(seen[:, -1], other[:, -1])
 
 
+@pytest.mark.parametrize("family", EXACT)
+def test_exact_mode_swaps_every_op_and_keeps_the_config(family: str) -> None:
+    """A padded row has the log-probs of a packed one. Both have an image."""
+    jetrl_patch.enable(precision="fp8-unified")
+    model = vision_models.build(family)
+    config = Config(precision="fp8-unified").resolved()
+    tower = model.config.vision_config._attn_implementation
+    source = prepared(model, config)
+    plain = [name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv3d)]
+    assert not plain and len(source.layers) == LAYERS[family]
+    assert model.config.vision_config._attn_implementation == tower
+    inputs = looking(family)
+    ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
+    angles = model.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])[0]
+    text = torch.arange(ids.shape[1]).expand(1, 1, -1)
+    packed = {
+        "input_ids": ids.repeat(1, 2), "pixel_values": inputs["pixel_values"].repeat(2, 1),
+        "image_grid_thw": inputs["image_grid_thw"].repeat(2, 1), "position_ids": torch.cat((text, angles)).repeat(1, 1, 2),
+    }  # fmt: skip
+    padded = {
+        **inputs, "input_ids": nn.functional.pad(ids, (3, 0)), "mm_token_type_ids": nn.functional.pad(kinds, (3, 0)),
+        "attention_mask": nn.functional.pad(torch.ones_like(ids), (3, 0)),
+    }  # fmt: skip
+    left, right = model(**packed, use_cache=False).logits[0].chunk(2)
+    assert torch.equal(left, right)
+    assert torch.equal(model(**padded, use_cache=False).logits[0, 3:], left)
+    assert torch.equal(model(**inputs, use_cache=False).logits[0], left)
+    left.float().logsumexp(-1).sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.model.visual.parameters())
+
+
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_a_bf16_trainer_names_the_same_layers(family: str) -> None:
     jetrl_patch.enable(precision="fp8-rollout")
@@ -106,9 +138,13 @@ def test_what_is_accepted_by_config_json(tmp_path: Path, family: str) -> None:
     if cut:
         with pytest.raises(ModelError, match=r"the experts of \w+: required .*whole blocks of 128, found 384\. Use expert"):
             check_checkpoint(tmp_path, LINEAR, 2)
-    says = rf"required one of the model families .*found model_type='{family}' \(its (vision tower|gated delta nets)"
-    with pytest.raises(ModelError, match=says):
-        check_checkpoint(tmp_path, Config(precision="fp8-unified"), 1)
+    exact = Config(precision="fp8-unified")
+    if family in EXACT:
+        assert check_checkpoint(tmp_path, exact, 1).model_type == family
+    else:
+        says = rf"required one of the model families .*found model_type='{family}' \(its (vision tower|gated delta nets)"
+        with pytest.raises(ModelError, match=says):
+            check_checkpoint(tmp_path, exact, 1)
     with pytest.raises(ModelError, match=r"with an FP8 rollout one of qwen2_5_vl, .*found text_config and vision_config\."):
         check_checkpoint(tmp_path, Config(precision="int8-rollout"), 1)
     with pytest.raises(ModelError, match=r"cuts a block.*model\.language_model\.layers\.0\.(self_attn\.o|linear_attn\.out)_proj"):

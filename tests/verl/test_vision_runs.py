@@ -43,7 +43,7 @@ def make_task(folder: Path, family: str, equal: bool) -> Path:
 def start(folder: Path, family: str, *extra: str, environ: dict[str, str], **options: Any) -> Run:
     sizes = ("data.max_prompt_length=64", f"{R}.max_model_len=96", "data.image_key=images")
     task = make_task(folder, family, EQUAL in extra)
-    return Run(task, *sizes, *extra, steps=2, environ={**environ, **vision_models.environ()}, **options)
+    return Run(task, *sizes, *extra, environ={**environ, **vision_models.environ()}, **{"steps": 2} | options)
 
 
 #: on all linear layers, as verl's own script has them
@@ -100,3 +100,25 @@ def test_grpo_on_images_and_text(
         assert step["jetrl/tokens"] >= 16
         if step["jetrl/stale_fraction"] < 1:  # asynchronous trainers use samples of older weights too
             assert 0 < step["jetrl/logp_abs_diff_mean"] < most
+
+
+@vision_models.needs_images
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize(
+    ("family", "extra", "options"),
+    [
+        ("qwen2_5_vl", (V1, f"{M}.use_remove_padding=True"), {}),
+        ("qwen2_5_vl", (V0,), {"processes": 2}),
+        ("qwen3_vl", (V1, f"{M}.use_remove_padding=True"), {"strategy": "fsdp"}),
+        ("qwen3_vl_moe", (V1, f"{M}.use_remove_padding=True"), {}),
+    ],
+)
+def test_exact_mode_on_images_and_text(tmp_path: Path, family: str, extra: tuple[str, ...], options: dict[str, Any]) -> None:
+    run = start(tmp_path, family, *extra, environ={"JETRL_PRECISION": "fp8-unified"}, steps=3, **options)
+    layers = vision_models.numbers(tmp_path / "model")[0]
+    for step in finish(run, 3):
+        assert step["jetrl/quantized_layers"] == layers
+        assert step["jetrl/tokens"] >= 16
+        assert (step["jetrl/bit_equal_fraction"], step["jetrl/logp_abs_diff_max"]) == (1.0, 0.0)

@@ -27,7 +27,7 @@ def config_in(path: Path, family: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("config", [LINEAR, ROLLOUT, BF16, Config(precision="fp16")])
+@pytest.mark.parametrize("config", [EXACT, LINEAR, ROLLOUT, BF16, Config(precision="fp16")])
 def test_what_official_scripts_set_is_accepted(base, model, config):
     given = base(
         f"{M}.path={model}", f"{M}.use_remove_padding=True", f"{M}.use_fused_kernels=True", f"{A}.freeze_vision_tower=True",
@@ -54,7 +54,6 @@ def test_experts_beside_a_tower_are_split_whole(base, tmp_path, config):
 @pytest.mark.parametrize(
     ("config", "extra", "says"),
     [
-        (EXACT, (), r'align="exact": required .*found model_type=\'qwen2_5_vl\' \(its vision tower .*Use align="linear"'),
         (Config(precision="int8-rollout"), (), r"required one text model, or with an FP8 rollout one of qwen2_5_vl"),
         (
             ROLLOUT,
@@ -94,6 +93,18 @@ def test_a_remote_model_is_refused_in_the_worker():
     for options in (None, {"impl_backend": "torch"}):
         check(hf_config, options)
     check(hf_config.get_text_config(), {"impl_backend": "triton"})
+
+
+def test_in_exact_mode_ranks_do_not_share_sequences():
+    import jetrl_patch
+    from jetrl_patch.adapters.verl.ulysses import check_whole
+
+    config = vision_models.config_of("qwen3_vl")
+    check_whole(config, 2)
+    jetrl_patch.enable(precision="fp8-unified")
+    check_whole(config, 1)
+    with pytest.raises(ModelError, match=r"with a vision tower in exact mode .*found model_type='qwen3_vl'\. Set it to 1"):
+        check_whole(config, 2)
 
 
 def test_the_flops_of_a_model_that_sees_are_those_of_its_text():

@@ -65,7 +65,25 @@ def test_a_broken_sync_is_one_error_and_stops_the_engine(checkpoints: Callable[[
 @vision_models.needs_images
 @pytest.mark.e2e
 def test_exact_mode_is_refused_by_name(checkpoints: Callable[[str, int], str]) -> None:
-    run("exact", checkpoints("qwen2_5_vl", 0))
+    run("refused_exact", checkpoints("glm4v", 0))
+
+
+@vision_models.needs_images
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("qwen2_5_vl", ("cached", "chunked")),
+        pytest.param("qwen2_5_vl", ("uncached", "whole"), marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", ("uncached", "chunked", "2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ("cached", "chunked"), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ("cached", "whole", "2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", ("uncached", "whole"), marks=pytest.mark.slow),
+    ],
+)
+def test_log_probs_have_the_same_bits(checkpoints: Callable[[str, int], str], family: str, given: tuple[str, ...]) -> None:
+    """With images and text, in batches of 1, 7 and 32, on one rank before and after a weight sync; on two ranks."""
+    run("exact", checkpoints(family, 0), checkpoints(family, 1), *given)
 
 
 def classes(family: str) -> Any:
