@@ -108,6 +108,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"tie_word_embeddings": True}),
     "granite": ("granite", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+                "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "deepseek_v3-plain": ("deepseek_v3", {"q_lora_rank": None, "rms_norm_eps": 1e-5}),
     # widths that are not multiples of 128, weights that do not add up to 1
     "qwen3_moe-odd": (
         "qwen3_moe",

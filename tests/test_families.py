@@ -131,6 +131,8 @@ def test_one_vllm_model_merges_what_the_record_says() -> None:
             merged = {tuple(parts) for parts in model.packed_modules_mapping.values() if len(parts) > 1}
             if "mlp.shared_expert.down_proj" in family.row_parallel:  # vLLM enters it as it builds such a model
                 merged.add(("gate_proj", "up_proj"))
+            if family.absorbed:  # likewise
+                merged.add(("q_a_proj", "kv_a_proj_with_mqa"))
             assert merged == set(family.merged)
 
 

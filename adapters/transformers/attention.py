@@ -150,7 +150,7 @@ def exact_attention(
     fp8_cache: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [B, H, T, D], key and value [B, KH, T, D] -> [B, T, H, D].
+    """transformers' attention function: query [B, H, T, D], key [B, KH, T, D], value [B, KH, T, V] -> [B, T, H, V].
 
     With ``fp8_cache``, keys and values are rounded as in the rollout's FP8 KV cache. Padding gets zeros. Raises ModelError for a
     key/value cache, because only the rollout generates, and for dropout.
@@ -163,15 +163,70 @@ def exact_attention(
     if dropout:
         raise ModelError(f"{NAME} has no dropout, found attention dropout {dropout}")
     layout = _last.get(attention_mask, kwargs.get("position_ids"), (B, T))
-    q, k, v = (t.transpose(1, 2).reshape(B * T, -1, D) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2).reshape(B * T, -1, t.shape[-1]) for t in (query, key, value))
     if layout.places is not None:
         q, k, v = (t[layout.places] for t in (q, k, v))
     if layout.exceeded is not None:  # some boundaries may be missing; then every result must be NaN
         v = v.masked_fill(layout.exceeded, float("nan"))
     out = attention_varlen(q, k, v, layout.cu_seqlens, D**-0.5 if scaling is None else scaling, fp8_cache)
     if layout.places is not None:
-        out = out.new_zeros(B * T, H, D).index_copy(0, layout.places, out)
-    return out.view(B, T, H, D), None
+        out = out.new_zeros(B * T, *out.shape[1:]).index_copy(0, layout.places, out)
+    return out.view(B, T, H, -1), None
+
+
+# ---- Latent attention in exact mode (``exact.latent``) -------------------------------------------
+
+class ExactLatentAttention:
+    """transformers' latent attention in the absorbed form: one key/value head, and ``kv_b_proj`` in two halves."""
+
+    config: Any
+    layer_idx: int
+    q_lora_rank: int | None
+    q_proj: nn.Module
+    q_a_proj: nn.Module
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Module
+    o_proj: nn.Module
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    qk_head_dim: int
+    v_head_dim: int
+    scaling: float
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """transformers' interface: hidden states [B, T, K], cosines and sines [B or 1, T, R] -> [B, T, K]."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        compressed = self.q_lora_rank is not None
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states))) if compressed else self.q_proj(hidden_states)
+        q_BTHP, q_BTHR = q.unflatten(-1, (-1, self.qk_head_dim)).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        c_BTL, k_BTR = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        value = self.kv_a_layernorm(c_BTL).unsqueeze(1)
+        query = torch.cat((self.kv_b_proj(q_BTHP).transpose(1, 2), _rotated(q_BTHR.transpose(1, 2), *position_embeddings)), -1)
+        key = torch.cat((value, _rotated(k_BTR.unsqueeze(1), *position_embeddings)), -1)
+        if past_key_values is not None:  # one with tokens is refused, as in every exact attention
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        a_BTHL, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(self.kv_b_proj(a_BTHL, self.v_head_dim).flatten(2)), None
+
+
+def _rotated(x_BHTR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Hugging Face's ``apply_rotary_pos_emb_interleave``: neighboring numbers are one pair, and come out in two halves."""
+    low, high = x_BHTR[..., 0::2], x_BHTR[..., 1::2]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
 
 
 # ---- Sequence parallelism (Ulysses, arXiv 2309.14509): each rank holds a slice of every sequence --

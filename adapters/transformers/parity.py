@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.attention import NAME, share_sequences
+from jetrl_patch.adapters.transformers.attention import ExactLatentAttention, share_sequences
 from jetrl_patch.adapters.transformers.prepare import prepare_model, to_bf16
 from jetrl_patch.exact import modules
+from jetrl_patch.exact.latent import ExactAbsorbed
 from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.exact.ops import token_log_probs
 from jetrl_patch.fp8.convert import expert_modules
@@ -124,6 +125,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
     "norms": (modules.ExactNorm,),
     "RoPE": (modules.ExactRotary,),
     "activation": (modules.ExactMLP,),
+    "attention": (ExactLatentAttention, ExactAbsorbed),  # other kinds have an entry in transformers' registry
     "router": (modules.ExactRouter, modules.ExactSigmoidRouter, modules.ExactScores, modules.ExactChoice),
     "lm_head": (modules.ExactLinear,),
 }
@@ -140,7 +142,7 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
     rollout = torch.tensor([value for s in samples for value in s.log_probs], dtype=torch.float32)
     parts = torch.cat([torch.arange(len(s.response)) * PARTS // len(s.response) for s in samples])
     model = load(job)
-    ops = [op for op in OPS if op not in _MODULES or _swapped(model, op)]
+    ops = [op for op in OPS if op not in _MODULES or op == "attention" or _swapped(model, op)]
     progress.stage("scoring", 2 * len(ops), "trainers")
     scored, exact_states = _score(model, batches, job.temperature, token_log_probs)
     exact, done = _step(scored - rollout, parts, exact_states, exact_states), 1
@@ -225,16 +227,17 @@ def _swapped(model: Any, op: str) -> list[nn.Module]:
 
 def _make_stock(model: Any, op: str) -> Callable[[], None]:
     """Turn an op of an exact model back into Hugging Face's. Returns a function that makes it exact again."""
+    before, changed = model.config._attn_implementation, []
     if op == "attention":
         model.config._attn_implementation = "sdpa"
-        return lambda: setattr(model.config, "_attn_implementation", NAME)
-    changed = []
     for module in _swapped(model, op) if op in _MODULES else ():
         while isinstance(module, _MODULES[op]):
             changed.append((module, type(module).__bases__[0]))
             unswap(module)
 
     def restore() -> None:
+        if op == "attention":
+            model.config._attn_implementation = before
         for module, behavior in reversed(changed):
             swap(module, behavior)
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch import session
-from jetrl_patch.adapters.transformers.attention import NAME
+from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention
 from jetrl_patch.adapters.transformers.fused import add_in_norms, fuse, fuse_exact, rotate_together
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import dispatch, modules, ops, tower
+from jetrl_patch.exact import dispatch, latent, modules, ops, tower
 from jetrl_patch.exact.modules import check_family, swap
 from jetrl_patch.exact.trial import choose_attention
 from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
@@ -25,7 +25,7 @@ from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear
-from jetrl_patch.models.families import covering
+from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
 from jetrl_patch.models.structure import check_device, text_config
@@ -175,6 +175,7 @@ def prepare_model(
         return names
     if config.exact:
         kinds = _check_exact(model)
+        latent.check_latent(model.config, config.kv_cache, device_type)
         dispatch.configure(config.backend, device_type)
         text = text_config(model.config)
         heads = text.num_attention_heads
@@ -233,6 +234,8 @@ def _check_exact(model: Any) -> dict[str, type]:
         kinds |= {family.router: modules.ExactScores, family.chooser: modules.ExactChoice}
     elif family.mixture:
         kinds[family.router] = modules.ExactSigmoidRouter if family.chooser else modules.ExactRouter
+    if family.absorbed:
+        kinds[family.attention] = ExactLatentAttention
     known_kinds = {*kinds, *family.experts}
     for name, module in model.named_modules():
         if in_tower(name):
@@ -259,6 +262,8 @@ def _make_exact(model: Any, kinds: dict[str, type], rollout_tp: int) -> None:
             modules.swap(module, exact)
         elif isinstance(module, nn.Embedding):
             modules.swap(module, modules.ExactEmbedding)
+        elif type(module) is nn.Linear and name.rpartition(".")[2] in ABSORBED:
+            modules.swap(module, latent.ExactAbsorbed)
         elif type(module) is nn.Linear:
             modules.swap(module, modules.ExactLinear)
             module.jetrl_splits = rollout_tp if is_row_parallel(name) else 1

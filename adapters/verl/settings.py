@@ -219,6 +219,10 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     yield from ulysses.model_problems(select, hf_config)
     yield from vision.problems(select, hf_config)
     yield from raised(lambda: lora.check_model(hf_config, select, config))
+    if config.exact:
+        from jetrl_patch.exact.latent import check_latent  # with torch
+
+        yield from raised(lambda: check_latent(hf_config, "auto", str(select("trainer.device"))))
     if logprob.is_used(select, config):
         yield from raised(lambda: logprob.check_model(hf_config))
     if runs(veomni.STRATEGY, select, config):

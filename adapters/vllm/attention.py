@@ -23,13 +23,15 @@ from jetrl_patch.exact.kv_cache import VLLM_DTYPE, Pages, rounded
 
 # ---- On every device -----------------------------------------------------------------------------
 
-class _ExactImpl:
+class ExactImpl:
     """Causal BF16 attention over whole contexts. It refuses, by name, every feature that would change the formula."""
 
     jetrl_exact = True
     scale: float
     #: values of ``kv_cache_dtype`` that this device's cache can have
     cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "bfloat16")
+    #: further arguments of the constructor that vLLM's class takes
+    own_arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class _ExactImpl:
         **unknown: Any,
     ) -> None:
         kind = AttentionType(attn_type).value
+        own = {name: unknown.pop(name) for name in self.own_arguments if name in unknown}
         refused = {
             "ALiBi": alibi_slopes is not None,
             "a sliding window": sliding_window is not None,
@@ -62,8 +65,8 @@ class _ExactImpl:
             raise ModelError(
                 f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Use align='linear'."
             )
-        settings = (num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None)
-        super().__init__(*settings)  # type: ignore[call-arg]  # the constructor of vLLM's class, the other base
+        settings = (num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None)
+        super().__init__(*settings, **own)  # type: ignore[call-arg]  # the constructor of vLLM's class, the other base
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """View vLLM's cache as keys and values, each ``[blocks, block size, KH, D]`` with any strides; if FP8, also scales."""
@@ -124,7 +127,7 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class ExactCPUAttentionImpl(_ExactImpl, CPUAttentionBackendImpl):
+class ExactCPUAttentionImpl(ExactImpl, CPUAttentionBackendImpl):
     """The trainer's kernel over its own layout of vLLM's cache, which is BF16. An "FP8 cache" holds the rounded values."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -217,7 +220,7 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
         )
 
 
-class ExactCudaAttentionImpl(_ExactImpl, TritonAttentionImpl):
+class ExactCudaAttentionImpl(ExactImpl, TritonAttentionImpl):
     """Fills a BF16 cache like its parent, and reads it with the trainer's kernel. An FP8 cache has the project's layout."""
 
     cache_dtypes = ("auto", "bfloat16", VLLM_DTYPE)

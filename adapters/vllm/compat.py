@@ -75,6 +75,14 @@ def sampling_switches(vllm_config: VllmConfig) -> list[str]:
     return [name for name, place in places.items() if getattr(place, name, None)]
 
 
+def latent_backends() -> list[Any]:
+    """Return the backends of latent attention on a CPU: one since vLLM 0.28, and since 0.29 another for AMX."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    members = AttentionBackendEnum.__members__
+    return [members[name] for name in ("CPU_MLA", "AMX_MLA") if name in members]
+
+
 def backends_per_kind(attention_config: Any) -> list[Any]:
     """Return the attention backends that are set for single kinds of layers."""
     return list(getattr(attention_config, "backend_per_kind", {}).values())

@@ -19,6 +19,7 @@ from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE
+from jetrl_patch.exact.latent import check_latent
 from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.models.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.models.layers import is_cut, is_quantized
@@ -206,6 +207,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if str(model.dtype) != "torch.bfloat16":
         raise _not_bf16(model.dtype, "set dtype='bfloat16'")
     if config.exact:
+        check_latent(model.hf_config, config.kv_cache, str(current_platform.device_type))
         _check_exact(vllm_config, model.hf_config)
     if config.channelwise:
         return  # one scale per row: no split cuts a block

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, apply_interleaved_rope
@@ -26,6 +27,7 @@ from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.fp8.producers import multiplied, normed
 from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.models.families import Family, family_of
+from jetrl_patch.models.structure import has_latent_attention
 
 # ---- Exact ops -----------------------------------------------------------------------------------
 # They have Hugging Face's order of operations and rounding. vLLM's table of out-of-tree ops replaces each class by name when it
@@ -77,23 +79,28 @@ def _table(rotary: RotaryEmbeddingBase) -> torch.Tensor:
     """``[2, P, D/2]`` BF16: cosines, then sines, each contiguous. Raises ModelError for another embedding than the trainer's."""
     model = get_current_vllm_config().model_config
     frequencies = ops.rope_frequencies(model.hf_text_config)
-    width = 2 * frequencies.shape[0]
-    if not rotary.is_neox_style or rotary.rotary_dim != width:
-        required = f"the trainer's rotary embedding (rotary_dim={width}, neox=True)"
+    width, halves = 2 * frequencies.shape[0], not has_latent_attention(model.hf_text_config)
+    if rotary.is_neox_style != halves or rotary.rotary_dim != width:
+        required = f"the trainer's rotary embedding (rotary_dim={width}, neox={halves})"
         found = f"rotary_dim={rotary.rotary_dim}, neox={rotary.is_neox_style}"
         raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix="use align='linear'"))
     positions = max(rotary.max_position_embeddings, model.max_model_len)
-    return torch.stack(ops.rotary_table(frequencies, positions))
+    return torch.stack(ops.rotary_table(frequencies, positions, ops.rope_magnitude(model.hf_text_config)))
 
 
 def _turn(
     rotary: RotaryEmbeddingBase, tables: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate ``query`` and ``key [T, heads * D]`` by two ``tables [P, D/2]`` at ``positions [T]``: new tensors."""
+    """Rotate ``query`` and ``key [T, heads * D]`` by two ``tables [P, D/2]`` at ``positions [T]``: new tensors.
+
+    If neighboring numbers of a head are one pair, they come out in two halves, as in the trainer.
+    """
     cos, sin = tables
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         heads_ThD = x.view(positions.shape[0], -1, rotary.head_size)
+        if not rotary.is_neox_style:
+            heads_ThD = torch.cat((heads_ThD[..., 0::2], heads_ThD[..., 1::2]), -1)
         return ops.apply_rotary(heads_ThD, cos, sin, positions).view(x.shape)
 
     return turn(query), None if key is None else turn(key)
@@ -149,6 +156,13 @@ class ExactLinearScalingRotaryEmbedding(ExactRotaryEmbedding, LinearScalingRotar
     """Replaces vLLM's separate class for linearly scaled positions."""
 
 
+class ExactDeepseekScalingRotaryEmbedding(ExactRotaryEmbedding, DeepseekScalingRotaryEmbedding):
+    """Replaces vLLM's separate class for the YaRN of latent attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        DeepseekScalingRotaryEmbedding.__init__(self, *args, **kwargs)  # the other base has no such arguments
+
+
 OPS: dict[str, type] = {
     "LogitsProcessor": ExactLogitsProcessor,
     "RMSNorm": ExactRMSNorm,
@@ -157,6 +171,7 @@ OPS: dict[str, type] = {
     "MRotaryEmbedding": ExactMRotaryEmbedding,
     "Llama3RotaryEmbedding": ExactLlama3RotaryEmbedding,
     "LinearScalingRotaryEmbedding": ExactLinearScalingRotaryEmbedding,
+    "DeepseekScalingRotaryEmbedding": ExactDeepseekScalingRotaryEmbedding,
 }
 
 

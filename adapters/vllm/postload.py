@@ -27,7 +27,7 @@ from jetrl_patch.models.families import FAMILIES
 # expands it. A decoding step leaves it compressed, and multiplies the query of each head by ``W_UK_T [H, P, L]`` and the result
 # of attention by ``W_UV [H, L, V]``, in BF16. ``MLAAttention.process_weights_after_loading`` derives both from ``kv_b_proj``:
 # views if the weight is BF16 (vLLM 0.24 to 0.32), dequantized copies if it is FP8, packed copies for AMX. If a sync wrote only
-# the weight, decoding steps would silently use copies of the old one.
+# the weight, decoding steps would silently use copies of the old one. In exact mode every step reads the weight (``latent``).
 #
 # The layer stays in BF16 on both sides (``families.ABSORBED``): in FP8, prefills and the trainer would quantize its input, but
 # decoding steps would not.

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from jetrl_patch import session
+from jetrl_patch.adapters.vllm.compat import latent_backends
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.ops import OPS, ExactHeadMethod, ExactLinearMethod
@@ -228,15 +229,18 @@ def _exact(journal: Journal) -> None:
     )  # fmt: skip
     backends = attention_registry.AttentionBackendEnum
     on_cpu = current_platform.is_cpu()
-    place = backends.CPU_ATTN if on_cpu else backends.CUSTOM
-    ours = "ExactCPUAttentionBackend" if on_cpu else "ExactCudaAttentionBackend"
+    ours = {backends.CUSTOM: "attention.ExactCudaAttentionBackend"}
+    if on_cpu:
+        ours = {backends.CPU_ATTN: "attention.ExactCPUAttentionBackend"}
+        ours |= dict.fromkeys(latent_backends(), "latent.ExactLatentBackend")
     if not on_cpu:
         for name, reason in _OFF.items():
             if name not in os.environ:
                 journal.set_item(os.environ, name, "0", target=f"os.environ[{name!r}]", reason=reason)
-    target, reason = f"vllm attention backend {place.name!r}", "the trainer's attention over vLLM's paged cache"
-    overrides = attention_registry._ATTN_OVERRIDES
-    _claim(journal, overrides, place, f"jetrl_patch.adapters.vllm.attention.{ours}", target, reason)
+    reason, overrides = "the trainer's attention over vLLM's paged cache", attention_registry._ATTN_OVERRIDES
+    for place, backend in ours.items():
+        path, target = f"jetrl_patch.adapters.vllm.{backend}", f"vllm attention backend {place.name!r}"
+        _claim(journal, overrides, place, path, target, reason)
     # vLLM caches its choice of backend, so a later engine in this process would get that of an earlier one.
     journal.set_attr(
         selector, "_cached_get_attn_backend", functools.cache(inspect.unwrap(selector._cached_get_attn_backend)),

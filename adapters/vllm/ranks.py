@@ -226,8 +226,11 @@ class ExactReplicatedLinear(ReplicatedLinear):
 class ExactGateLinear(ExactReplicatedLinear, GateLinear):
     """Replaces ``GateLinear``, the router of mixtures since vLLM 0.31: its kernel depends on the GPU and the number of rows."""
 
+    #: whether the trainer does not round its logits
+    jetrl_fp32: bool = False
+
     def forward(self, x: torch.Tensor) -> Any:
-        """``x [T, H]`` BF16 -> logits ``[T, E]``: FP32 if the model keeps its router in FP32, otherwise BF16 as the trainer's."""
-        in_fp32 = self.weight.dtype == torch.float32
+        """``x [T, H]`` BF16 -> logits ``[T, E]``: FP32 if the model or the trainer has them in FP32, otherwise BF16."""
+        in_fp32 = self.jetrl_fp32 or self.weight.dtype == torch.float32
         logits = head_linear_fp32(x, self.weight.data) if in_fp32 else linear(x, self.weight.data, self.bias)
         return (logits, None) if self.return_bias else logits

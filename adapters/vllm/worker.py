@@ -22,7 +22,7 @@ from jetrl_patch.adapters.vllm.install import VllmInstaller
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, fuse, keep_equal
 from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
-from jetrl_patch.adapters.vllm.ranks import ExactRowParallelLinear, choose_sum, gathered
+from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactRowParallelLinear, choose_sum, gathered
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
@@ -67,9 +67,11 @@ def finish_model(worker: Any) -> None:
     assert family is not None  # ``engine`` has checked it
     if config.using_transformers_backend():
         finish_transformers(model, family)
-    elif family.chooser:  # routers by a sigmoid, which vLLM builds as torch linears in FP32
+    elif family.chooser:  # routers by a sigmoid: torch linears in FP32, or vLLM's own in BF16
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if isinstance(module, ExactGateLinear):
+                module.jetrl_fp32 = True
+            elif type(module) is nn.Linear:
                 swap(module, ExactScores)
 
 

@@ -71,7 +71,8 @@ def boundaries(begins: Tensor, at_most: int) -> Boundaries:
 # Each query row is computed by itself: FP32 scores over ascending keys, one rounding to BF16. The C kernel makes two passes; the
 # Triton kernel, ``kernels.attention``, an online softmax over fixed blocks and chunks of keys. So a row has the same bits in a
 # packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper, ``exact.flash3`` may compute the forward
-# instead. Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
+# instead. Values may have a width of their own, as in latent attention, if the implementation is "native" or "torch".
+# Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, V width of a value, R sequences.
 
 #: up to this many scores, the backward pads all sequences into one batch. Above, it takes one sequence at a time
 _BATCHED_SCORES = 1 << 26
@@ -93,14 +94,14 @@ def attention_paged(
     Args:
         q_THD: BF16 [T, H, D]. Rows query_start_loc[r] to query_start_loc[r + 1] are the queries of request r, at the last of its
             positions.
-        k_cache, v_cache: BF16 [blocks, block size, KH, D], or with ``scales`` the bytes of e4m3, uint8. The last dimension is
-            contiguous, other strides are free.
+        k_cache, v_cache: BF16 [blocks, block size, KH, D] and [blocks, block size, KH, V], or with ``scales`` the bytes of e4m3,
+            uint8. The last dimension is contiguous, other strides are free.
         block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
-        out: BF16 [T, H, D], contiguous, to be filled.
+        out: BF16 [T, H, V], contiguous, to be filled.
         scales: of the keys and of the values in an FP8 cache, FP32 [blocks, block size, KH] (``exact.kv_cache``).
 
     Returns:
-        ``out``, or BF16 [T, H, D].
+        ``out``, or BF16 [T, H, V].
     """
     serves = serving_attention(q_THD)
     if scales is not None and serves != "triton":
@@ -115,7 +116,7 @@ def attention_paged(
         if serves == flash3.FLASH3:
             return flash3.attention_paged(q_THD, k_cache, v_cache, *step)[0]
         return attention.attention_paged(q_THD, k_cache, v_cache, *step, scales)[0]
-    out = torch.empty_like(q_THD) if out is None else out
+    out = q_THD.new_empty(*q_THD.shape[:2], v_cache.shape[3]) if out is None else out
     size = k_cache.shape[1]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     for r, length in enumerate(lengths):
@@ -128,7 +129,7 @@ def attention_paged(
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One sequence in FP64: output [Tq, H, D] BF16 and log-sum-exp [Tq, H] FP32."""
+    """One sequence in FP64: output [Tq, H, V] BF16 and log-sum-exp [Tq, H] FP32."""
     per = q.shape[1] // k.shape[1]
     qd, kd, vd = q.double(), k.double().repeat_interleave(per, 1), v.double().repeat_interleave(per, 1)
     scores = torch.einsum("qhd,khd->hqk", qd, kd) * scale
@@ -154,7 +155,7 @@ class _VarlenAttention(torch.autograd.Function):
             out, lse = attention.attention_varlen(q16, k16, v16, cu_seqlens.to(torch.int32), scale)
         elif serves == "native":
             cu = cu_seqlens.to(torch.int32)
-            k_cache, v_cache = k16.unsqueeze(1), v16.unsqueeze(1)  # blocks of one token: [T, 1, KH, D]
+            k_cache, v_cache = k16.unsqueeze(1), v16.unsqueeze(1)  # blocks of one token: [T, 1, KH, D or V]
             longest = int((cu[1:] - cu[:-1]).max())
             table = cu[:-1, None] + torch.arange(longest, dtype=torch.int32)
             out, lse = ops.attention(q16, k_cache, v_cache, table, cu[1:] - cu[:-1], cu, scale, want_lse=True)
@@ -221,19 +222,19 @@ def _backward_batch(
 
 
 def attention_varlen(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float, fp8: bool = False
+    q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, cu_seqlens: Tensor, scale: float, fp8: bool = False
 ) -> Tensor:
     """Causal attention of packed sequences, differentiable.
 
     Args:
         q_THD: [T, H, D], converted to BF16.
-        k_TKD, v_TKD: [T, KH, D], converted to BF16; KH divides H.
+        k_TKD, v_TKV: [T, KH, D] and [T, KH, V], converted to BF16; KH divides H.
         cu_seqlens: int32 [R + 1], from 0 to T.
         scale: usually D ** -0.5.
         fp8: round keys and values as an FP8 cache does (``exact.kv_cache``).
 
     Returns:
-        BF16 [T, H, D]. Gradients are computed in FP32 and rounded to the inputs' dtypes.
+        BF16 [T, H, V]. Gradients are computed in FP32 and rounded to the inputs' dtypes.
     """
-    result: Tensor = _VarlenAttention.apply(q_THD, k_TKD, v_TKD, cu_seqlens, scale, fp8)
+    result: Tensor = _VarlenAttention.apply(q_THD, k_TKD, v_TKV, cu_seqlens, scale, fp8)
     return result

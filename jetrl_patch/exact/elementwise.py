@@ -159,13 +159,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
     """``rope_type``, ``rope_theta`` and the rest, from a config with ``rope_parameters`` or ``rope_scaling``."""
     found = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
-    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    rope_type = found.get("rope_type") or found.get("type") or "default"
+    found["rope_type"] = "yarn" if rope_type == "deepseek_yarn" else rope_type  # vLLM writes its own name into the config
     found.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
     return found
 
 
 def rope_frequencies(hf_config: Any) -> Tensor:
-    """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
+    """inv_freq FP32 [D/2] for the rope types "default", "linear", "llama3" and "yarn", as Hugging Face computes it.
 
     D is the number of elements of a head that are rotated, usually all. Both sides compute the frequencies from the config,
     because a module's buffer may have been rounded to BF16, and on the CPU, because powers on a GPU differ in the last bits.
@@ -181,8 +182,10 @@ def rope_frequencies(hf_config: Any) -> Tensor:
     factor = rope["factor"]
     if rope["rope_type"] == "linear":
         return inv_freq / factor
+    if rope["rope_type"] == "yarn":
+        return _yarn_frequencies(rope, dim)
     if rope["rope_type"] != "llama3":
-        raise ValueError(f"rope type: expected default, linear or llama3, found {rope['rope_type']!r}")
+        raise ValueError(f"rope type: expected default, linear, llama3 or yarn, found {rope['rope_type']!r}")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context = rope["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inv_freq
@@ -193,15 +196,41 @@ def rope_frequencies(hf_config: Any) -> Tensor:
     return torch.where(medium, smoothed, scaled)
 
 
-def rotary_table(inv_freq: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * inv_freq, BF16 [positions, D/2].
+def _yarn_frequencies(rope: dict[str, Any], dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071): low frequencies divided by the factor, high ones unchanged, a ramp between them."""
+    base, context = rope["rope_theta"], rope["original_max_position_embeddings"]
+    low, high = (
+        dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(base))
+        for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+    powers = base ** (torch.arange(0, dim, 2, device="cpu").float() / dim)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
+    unchanged = 1 - ramp.clamp(0, 1)
+    return 1.0 / (rope["factor"] * powers) * (1 - unchanged) + 1.0 / powers * unchanged
+
+
+def rope_magnitude(hf_config: Any) -> float:
+    """The number that Hugging Face multiplies cosines and sines by: 1 unless the rope type is "yarn"."""
+    rope = rope_parameters(hf_config)
+    if rope["rope_type"] != "yarn":
+        return 1.0
+    alone, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    numbers = (alone, whole) if alone and whole else (1.0, 0.0)
+    above, below = (0.1 * number * math.log(max(rope["factor"], 1.0)) + 1.0 for number in numbers)
+    return above / below
+
+
+def rotary_table(inv_freq: Tensor, positions: int, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, times ``magnitude``, BF16 [positions, D/2].
 
     The angle is Hugging Face's FP32 product. Its cosine is computed in FP64: the last bit may depend on how a vectorized loop
     splits the table, but cannot affect the rounding to BF16.
     """
     p = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
     angle = (p[:, None] * inv_freq.float()[None, :]).double()
-    return angle.cos().float().to(torch.bfloat16), angle.sin().float().to(torch.bfloat16)
+    cos, sin = ((wave * magnitude).float().to(torch.bfloat16) for wave in (angle.cos(), angle.sin()))
+    return cos, sin
 
 
 def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:

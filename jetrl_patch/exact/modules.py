@@ -75,7 +75,7 @@ class ExactRotary:
 
     def _table(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._jetrl_table is None or self._jetrl_table[0].shape[0] < size:
-            self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size)
+            self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size, ops.rope_magnitude(self.config))
         cos, sin = self._jetrl_table
         if cos.device != device:  # both sides compute it on the CPU
             self._jetrl_table = cos, sin = cos.to(device), sin.to(device)
@@ -211,8 +211,9 @@ def check_family(hf_config: Any) -> Family:
     rope = rope_parameters(text)
     if not family.partial_rotary and rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} (expected 1)")
-    if rope["rope_type"] not in _ROPE_TYPES:
-        problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(_ROPE_TYPES)})")
+    rope_types = (*_ROPE_TYPES, "yarn") if family.absorbed else _ROPE_TYPES  # vLLM has another YaRN for other families
+    if rope["rope_type"] not in rope_types:
+        problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(rope_types)})")
     if problems:
         fix = " or ".join([*dict.fromkeys(f"{setting.fix}," for setting in broken if setting.fix), _WAY_OUT])
         raise ModelError(

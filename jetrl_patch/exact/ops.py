@@ -8,6 +8,7 @@ from jetrl_patch.exact.elementwise import (
     rms_norm,
     rms_norm_passing,
     rope_frequencies,
+    rope_magnitude,
     rotary_table,
     rotate_pair,
     silu_mul,
@@ -17,5 +18,6 @@ from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [
     "Sigmoid", "apply_rotary", "attention_paged", "attention_varlen", "head_linear_fp32", "linear", "partial_sum", "rms_norm",
-    "rms_norm_passing", "rope_frequencies", "rotary_table", "rotate_pair", "route", "silu_mul", "token_log_probs",
+    "rms_norm_passing", "rope_frequencies", "rope_magnitude", "rotary_table", "rotate_pair", "route", "silu_mul",
+    "token_log_probs",
 ]  # fmt: skip

@@ -51,7 +51,6 @@ _STATE = "its gated delta nets, whose states pass from token to token, have no o
 _ONE_PLUS = "its norms multiply by 1 + weight"
 _DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
 #: for the family with latent attention
-_IN_PARTS = "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared"
 _always = functools.partial(Setting, everywhere=True)
 _NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
 _LATENT = (
@@ -173,7 +172,6 @@ _RECORDS = (
         },
         merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
         row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
-        uncovered={**_EXPERTS, **_NOT_VEOMNI, "exact": _IN_PARTS},
         mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),

@@ -319,15 +319,15 @@ INLINE void weigh(const int count, const float *p, const float *v, int64_t n, in
 }
 
 /* Causal attention over a paged or contiguous cache. Request r has the queries q_start[r]..q_start[r+1]-1, which are
- * the last of its seq_lens[r] positions. Key j of request r is at
- *   base + block_table[r*ldb + j/BS]*block_stride + (j%BS)*token_stride + head*head_stride.
- * Scores, weights and sums are FP32 over ascending keys, in two passes, with one rounding to BF16. lse [T,H] may be
- * NULL. Returns 0, or 1 if out of memory. */
-int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, const uint16_t *vc, int64_t block_stride,
-                    int64_t token_stride, int64_t head_stride, const int32_t *block_table, int64_t ldb, int64_t BS,
-                    const int32_t *seq_lens, const int32_t *q_start, int64_t R, int64_t H, int64_t KH, int64_t D,
-                    float scale, uint16_t *out, int64_t ldo, float *lse, int threads) {
-    const int64_t Dp = round_up(D, LANES), per = H / KH;
+ * the last of its seq_lens[r] positions. Its key j is D numbers, its value j is V numbers, each at
+ *   base + block_table[r*ldb + j/BS]*block_stride + (j%BS)*token_stride + head*head_stride
+ * with strides of its own. Scores, weights and sums are FP32 over ascending keys, in two passes, with one rounding to BF16.
+ * lse [T,H] may be NULL. Returns 0, or 1 if out of memory. */
+int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, int64_t k_block, int64_t k_token, int64_t k_head,
+                    const uint16_t *vc, int64_t v_block, int64_t v_token, int64_t v_head, const int32_t *block_table,
+                    int64_t ldb, int64_t BS, const int32_t *seq_lens, const int32_t *q_start, int64_t R, int64_t H,
+                    int64_t KH, int64_t D, int64_t V, float scale, uint16_t *out, int64_t ldo, float *lse, int threads) {
+    const int64_t Dp = round_up(D, LANES), Vp = round_up(V, LANES), per = H / KH;
     int failed = 0;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t r = 0; r < R; r++)
@@ -335,13 +335,17 @@ int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, const ui
             const int64_t L = seq_lens[r], q0 = q_start[r], q1 = q_start[r + 1];
             if (q1 <= q0) continue;
             const int64_t Lp = round_up(L, LANES);
-            float *keys = aligned_alloc(64, (size_t)round_up((2 * L * Dp + Lp + 2 * Dp) * 4, 64));
+            float *keys = aligned_alloc(64, (size_t)round_up((L * (Dp + Vp) + Lp + Dp + Vp) * 4, 64));
             if (!keys) { failed = 1; continue; }
-            float *values = keys + L * Dp, *p = values + L * Dp, *qf = p + Lp, *o = qf + Dp;
+            float *values = keys + L * Dp, *p = values + L * Vp, *qf = p + Lp, *o = qf + Dp;
             for (int64_t j = 0; j < L; j++) {
-                const int64_t at = (int64_t)block_table[r * ldb + j / BS] * block_stride + (j % BS) * token_stride + kh * head_stride;
-                for (int64_t d = 0; d < D; d++) { keys[j * Dp + d] = from_bf16(kc[at + d]); values[j * Dp + d] = from_bf16(vc[at + d]); }
-                for (int64_t d = D; d < Dp; d++) keys[j * Dp + d] = values[j * Dp + d] = 0.0f;
+                const int64_t block = block_table[r * ldb + j / BS], row = j % BS;
+                const uint16_t *k = kc + block * k_block + row * k_token + kh * k_head;
+                const uint16_t *v = vc + block * v_block + row * v_token + kh * v_head;
+                for (int64_t d = 0; d < D; d++) keys[j * Dp + d] = from_bf16(k[d]);
+                for (int64_t d = 0; d < V; d++) values[j * Vp + d] = from_bf16(v[d]);
+                for (int64_t d = D; d < Dp; d++) keys[j * Dp + d] = 0.0f;
+                for (int64_t d = V; d < Vp; d++) values[j * Vp + d] = 0.0f;
             }
             for (int64_t t = q0; t < q1; t++)
                 for (int64_t h = kh * per; h < (kh + 1) * per; h++) {
@@ -356,9 +360,9 @@ int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, const ui
                     float sum = 0.0f;
                     for (int64_t j = 0; j < n; j++) sum += p[j];
                     int64_t at = 0;
-                    for (; at + 4 * LANES <= Dp; at += 4 * LANES) weigh(4, p, values + at, n, Dp, o + at);
-                    for (; at < Dp; at += LANES) weigh(1, p, values + at, n, Dp, o + at);
-                    for (int64_t d = 0; d < D; d++) out[t * ldo + h * D + d] = to_bf16(o[d] / sum);
+                    for (; at + 4 * LANES <= Vp; at += 4 * LANES) weigh(4, p, values + at, n, Vp, o + at);
+                    for (; at < Vp; at += LANES) weigh(1, p, values + at, n, Vp, o + at);
+                    for (int64_t d = 0; d < V; d++) out[t * ldo + h * V + d] = to_bf16(o[d] / sum);
                     if (lse) lse[t * H + h] = top + logf(sum);
                 }
             free(keys);

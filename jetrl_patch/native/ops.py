@@ -1,7 +1,7 @@
 """Thin wrappers of the C kernels for torch tensors, which check the arguments. Without autograd.
 
 Shape legend: M tokens, N output features, K input features, G = ceil(K/128); T query tokens, H query heads, KH key/value heads,
-D head width, R requests.
+D head width, V width of a value, R requests.
 """
 
 from __future__ import annotations
@@ -228,22 +228,24 @@ def attention(
     scale: float,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of queries [T, H, D] over caches [blocks, block size, KH, D] with a contiguous last dimension.
+    """Causal attention of queries [T, H, D] over caches [blocks, block size, KH, D or V] with a contiguous last dimension.
 
     ``block_table`` int32 [R, B], ``seq_lens`` int32 [R] (keys so far), ``query_start`` int32 [R + 1].
-    Returns the output [T, H, D] BF16 and, with ``want_lse``, the log-sum-exp [T, H] FP32.
+    Returns the output [T, H, V] BF16 and, with ``want_lse``, the log-sum-exp [T, H] FP32.
     """
     T, H, D = q_THD.shape
     if q_THD.stride(2) != 1 or q_THD.stride(1) != D:
         q_THD = q_THD.contiguous()
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError("k_cache and v_cache need equal strides and a contiguous last dimension.")
+    if k_cache.shape[:3] != v_cache.shape[:3] or not k_cache.stride(3) == v_cache.stride(3) == 1:
+        raise ValueError("k_cache and v_cache need equal blocks and heads and a contiguous last dimension.")
+    V = v_cache.shape[3]
     block_table, seq_lens, query_start = block_table.contiguous(), seq_lens.contiguous(), query_start.contiguous()
-    out = torch.empty(T, H, D, dtype=_BF16)
+    out = torch.empty(T, H, V, dtype=_BF16)
     lse = torch.empty(T, H, dtype=torch.float32) if want_lse else None
-    caches = (k_cache, v_cache, *k_cache.stride()[:3], block_table, block_table.stride(0), k_cache.shape[1])
-    sizes = (seq_lens.shape[0], H, k_cache.shape[2], D)
+    caches = (k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3])
+    blocks = (block_table, block_table.stride(0), k_cache.shape[1])
+    sizes = (seq_lens.shape[0], H, k_cache.shape[2], D, V)
     results = (out, out.stride(0), lse, _threads(T * H * D * 64))
     queries = (q_THD, q_THD.stride(0))
-    _checked(_call("jetrl_attention", *queries, *caches, seq_lens, query_start, *sizes, float(scale), *results))
+    _checked(_call("jetrl_attention", *queries, *caches, *blocks, seq_lens, query_start, *sizes, float(scale), *results))
     return out, lse

@@ -186,9 +186,11 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
     yield from structure
     yield from raised(lambda: check_guard(config, rollout_tp))
     if config.exact:
+        from jetrl_patch.exact.latent import check_latent
         from jetrl_patch.exact.modules import check_family
 
         yield from raised(lambda: check_family(hf_config))
+        yield from raised(lambda: check_latent(hf_config, config.kv_cache))
     if structure:  # the remaining checks would not find the layers that they look for
         return
     yield from raised(lambda: split_layers(_on_meta(hf_config), config, rollout_tp, rollout_ep))

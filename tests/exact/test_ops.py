@@ -80,6 +80,11 @@ def test_rotary_is_hugging_faces():
 ROPES = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 2},
+    {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096,
+        "mscale": 1.0, "mscale_all_dim": 0.707,
+    },
     {
         "rope_type": "llama3",
         "rope_theta": 5e5,
@@ -101,7 +106,8 @@ def test_frequencies_are_hugging_faces(rope):
     assert torch.equal(ops.rope_frequencies(config), module.inv_freq)
     positions = torch.arange(0, 16384, 37)[None]
     cos, sin = module(torch.zeros(1, dtype=BF16), positions)
-    ours = [torch.cat((t, t), -1)[positions] for t in ops.rotary_table(module.inv_freq, 16384)]
+    tables = ops.rotary_table(module.inv_freq, 16384, ops.rope_magnitude(config))
+    ours = [torch.cat((t, t), -1)[positions] for t in tables]
     assert (ours[0] == cos).float().mean() > 0.9999 and (ours[1] == sin).float().mean() > 0.9999
 
 

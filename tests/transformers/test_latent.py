@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import jetrl_patch
+from jetrl_patch.adapters.transformers.parity import _make_stock
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
@@ -89,13 +90,45 @@ def test_a_block_that_predicts_a_second_token_is_neither_demanded_nor_refused(tm
     assert check_checkpoint(tmp_path, LINEAR, 1).num_nextn_predict_layers == 1
 
 
-def test_exact_mode_and_int8_are_refused_by_name() -> None:
+def test_exact_mode_is_accepted_and_int8_is_refused() -> None:
     exact, int8 = Config(precision="fp8-unified"), Config(precision="int8-rollout")
     check_structure(config_of(FAMILY), exact)
-    with pytest.raises(ModelError, match=rf"found model_type='{FAMILY}' \(its latent attention: .*align=\"linear\""):
-        check_family(config_of(FAMILY))
+    check_family(config_of(FAMILY))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    check_family(config_of(FAMILY, rope_parameters=yarn))
+    with pytest.raises(ModelError, match=r"rope type 'yarn' \(expected one of default, llama3, linear\)"):
+        check_family(config_of("qwen3", rope_parameters=yarn))
     with pytest.raises(ModelError, match="does not quantize experts"):
         check_structure(config_of(FAMILY), int8)
+
+
+def test_exact_mode_refuses_what_its_attention_does_not_compute(tmp_path: Path) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    model = build(FAMILY)
+    with pytest.raises(ModelError, match="required a CPU"):
+        prepare_model(model, Config(precision="fp8-unified").resolved(), device_type="cuda")
+    config_of(FAMILY).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"required a BF16 cache .*found kv_cache='fp8'"):
+        check_checkpoint(tmp_path, Config(precision="fp8-unified", kv_cache="fp8"), 1)
+    prepare_model(model, Config(precision="fp8-unified").resolved())
+    ids = torch.arange(3, 13)[None]
+    cache = model(input_ids=ids, use_cache=True).past_key_values  # of the latents, filled in one step
+    with pytest.raises(ModelError, match="found 1 queries and 11 keys of a cache"):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_explain_takes_the_absorbed_form_away_and_gives_it_back() -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    model, ids = build(FAMILY), torch.arange(3, 60)[None]
+    prepare_model(model, Config(precision="fp8-unified").resolved())
+    exact = model(input_ids=ids, use_cache=False).logits
+    restore = _make_stock(model, "attention")
+    assert type(model.model.layers[0].self_attn).__name__ == FAMILIES[FAMILY].attention
+    stock = model(input_ids=ids, use_cache=False).logits
+    assert not torch.equal(stock, exact) and sqnr(stock, exact) > 10
+    restore()
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, exact)
 
 
 def test_how_a_rollout_may_be_split(tmp_path: Path) -> None:

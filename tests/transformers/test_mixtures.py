@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pins
 
 EXACT = Config(precision="fp8-unified").resolved()
 #: one that is even and one that is odd for each kind of router and of shared expert
-NEW = ["olmoe-odd", "qwen2_moe", "qwen2_moe-odd", "mixtral-odd", "glm4_moe", "glm4_moe-odd"]
+NEW = ["olmoe-odd", "qwen2_moe", "qwen2_moe-odd", "mixtral-odd", "glm4_moe", "glm4_moe-odd", "deepseek_v3", "deepseek_v3-plain"]
 
 
 def prepared(name):

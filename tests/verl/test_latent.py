@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("extra", [PACKED, PADDED])
-@pytest.mark.parametrize("config", [LINEAR, ROLLOUT])
+@pytest.mark.parametrize("config", [LINEAR, ROLLOUT, EXACT])
 def test_what_is_accepted(base: Any, folder: Path, extra: str, config: Any) -> None:
-    assert [str(problem) for problem in settings.problems(base(f"{M}.path={folder}", extra), config)] == []
+    given = base(f"{M}.path={folder}", extra, "trainer.device=cpu")
+    assert [str(problem) for problem in settings.problems(given, config)] == []
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,8 @@ def test_what_is_accepted(base: Any, folder: Path, extra: str, config: Any) -> N
     [
         (SLICES, LINEAR, r"size=2: required whole sequences of a model with latent attention .*deepseek_v3'\. Set it to 1"),
         ((f"{M}.lora_rank=8",), ROLLOUT, r"LoRA with .*required attention that is not latent .*model_type='deepseek_v3'"),
-        ((), EXACT, r"found model_type='deepseek_v3' \(its latent attention: "),
+        ((), EXACT, r"model_type='deepseek_v3': required a CPU .*found cuda\. Use align="),
+        (("trainer.device=cpu",), replace(EXACT, kv_cache="fp8"), r"'deepseek_v3': required a BF16 cache .*found kv_cache='fp8'"),
     ],
 )
 def test_what_is_refused(base: Any, folder: Path, extra: tuple[str, ...], config: Any, says: str) -> None:
@@ -76,3 +79,15 @@ def test_a_run(tmp_path: Path) -> None:
         assert step["jetrl/quantized_layers"] == 3 * 4 + 3 + 2 * (3 + 8 * 3)
         assert 0 < step["jetrl/logp_abs_diff_mean"] < MISMATCH["fp8-unified"], step
         assert step["jetrl/route_mismatch"] < 0.5
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_an_exact_run(tmp_path: Path) -> None:
+    """As above, without a difference in any token or route."""
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_MEASURE_ROUTES": "1"}
+    task = make_task(tmp_path, "deepseek_v3", fill=True, tokens=(END,))
+    for step in finish(Run(task, PACKED, steps=3, environ=environ), 3):
+        assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0
+        assert step["jetrl/route_mismatch"] == 0.0 and step["jetrl/tokens"] >= 16

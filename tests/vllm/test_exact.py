@@ -120,6 +120,13 @@ def test_families_with_experts(checkpoint: Callable[..., str], engine: Callable[
         assert not inexact, name
 
 
+def test_latent_attention(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    """Without compressed queries and without YaRN. vLLM has none on a CPU before 0.28."""
+    jetrl_patch.enable(precision="fp8-unified")
+    job = Job(model=checkpoint("deepseek_v3-plain"), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
+
+
 def split_prompts(model: str, cached: bool, chunked: bool) -> Job:
     """An engine with small blocks, whose prompts may be cached by prefix and computed in chunks."""
     settings = {
@@ -133,7 +140,9 @@ def split_prompts(model: str, cached: bool, chunked: bool) -> Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cached", "chunked"), [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("variant", ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3-plain"]
+)
 def test_mixtures_at_length(
     checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, cached: bool, chunked: bool
 ) -> None:
@@ -153,7 +162,9 @@ def test_mixtures_at_length(
 
 @pytest.mark.parametrize(
     ("variant", "cached", "chunked"),
-    [*(("qwen3", cached, chunked) for cached in (False, True) for chunked in (False, True)), ("qwen3_moe", True, True)],
+    [*(("qwen3", cached, chunked) for cached in (False, True) for chunked in (False, True)),
+        ("qwen3_moe", True, True), ("deepseek_v3", True, True),
+    ],
 )
 def test_prefix_caching_and_chunked_prefill(
     checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, cached: bool, chunked: bool

@@ -26,6 +26,7 @@ from tests.vllm.test_delta_nets import MODES, off, trainer
 from tests.vllm.test_weights import in_engine, push, worker_of
 
 ATTENTION = "model.layers.1.self_attn"
+MODES = {**MODES, "exact": {"precision": "fp8-unified"}}
 #: queries that are compressed, as DeepSeek's largest have them, with YaRN; and not, as Moonlight, whose epsilon is another one
 KINDS: dict[str, dict[str, Any]] = {
     "compressed": {
@@ -94,6 +95,7 @@ def part(llm: Any) -> None:
     ("mode", "kind"),
     [
         ("linear", "compressed"),
+        ("exact", "compressed"),
         pytest.param("linear", "plain", marks=pytest.mark.slow),
         pytest.param("fp8-rollout", "compressed", marks=pytest.mark.slow),
         pytest.param("fp8-rollout", "plain", marks=pytest.mark.slow),
@@ -125,10 +127,11 @@ def test_an_engine_serves_what_it_was_sent(
     quantized = {f"{layer}.{part}" for layer in source.layers for part in ("weight", "weight_scale_inv")}
     held = in_engine(llm)
     assert held == bytes_of_fresh and set(held) == quantized
-    if mode == "linear":  # the other sends BF16, which is quantized in the engine
+    sends_fp8 = mode != "fp8-rollout"  # which sends BF16, quantized in the engine
+    if sends_fp8:
         assert held == {name: stats.digests[name] for name in quantized}
     plain = {name: value for name, value in items if name in stats.digests and name not in quantized}
-    if mode == "linear":
+    if sends_fp8:
         assert {f"{ATTENTION}.kv_b_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= set(plain)
         announced = {name: (tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in plain.items()}
         rest: dict[str, int] = {}
@@ -142,6 +145,8 @@ def test_an_engine_serves_what_it_was_sent(
     same, other = off(model, samples), off(old, samples)
     print(f"mean abs Δlogp of {mode}, {kind}: {same:.4f}, of other weights {other:.2f}")
     assert same < MISMATCH[MODES[mode]["precision"]] and 4 * same < other, (same, other)
+    if mode == "exact":
+        assert same == 0.0
 
     monkeypatch.setattr(install, "absorb", lambda model: None)  # without it they stay as poisoned, or with AMX as they were
     push(worker, list(before.stream(old.state_dict().items(), SyncStats())))
@@ -181,6 +186,17 @@ def test_what_is_made_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     postload.absorb(nn.Module())
     assert attention.W_UV is place and bool((place == 1).all())
     assert postload.made(nn.Module()) == {id(place)}
+
+
+def test_padding_is_not_written() -> None:
+    from jetrl_patch.adapters.vllm.latent import ExactLatentImpl
+
+    cache = torch.zeros(2, 4, 6)
+    latents, keys = torch.randn(3, 4), torch.randn(3, 1, 2)
+    ExactLatentImpl.__new__(ExactLatentImpl).do_kv_cache_update(latents, keys, cache, torch.tensor([5, -1, 0]), "auto", None)
+    rows = torch.cat((latents, keys[:, 0]), -1)
+    assert torch.equal(cache[1, 1], rows[0]) and torch.equal(cache[0, 0], rows[2])
+    assert int(cache.count_nonzero()) == 2 * 6
 
 
 def test_norms_inside_have_the_trainers_epsilon() -> None:

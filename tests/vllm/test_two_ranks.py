@@ -14,8 +14,8 @@ from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.send import SyncStats
 from tests import models
 from tests.fp8.thresholds import MISMATCH
-from tests.vllm.test_delta_nets import MODES, off, trainer
-from tests.vllm.test_latent import KINDS
+from tests.vllm.test_delta_nets import off, trainer
+from tests.vllm.test_latent import KINDS, MODES
 from tests.vllm.test_split_experts import receive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -53,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[st
     return lambda case: made[case]
 
 
-@pytest.mark.parametrize(("case", "mode"), [("latent", "linear"), ("delta-nets", "linear")])
+@pytest.mark.parametrize(("case", "mode"), [("latent", "linear"), ("latent", "exact"), ("delta-nets", "linear")])
 def test_each_rank_serves_what_it_was_sent(
     folders: Callable[[str], list[str]], engine: Callable[..., Any], tmp_path: Path, case: str, mode: str
 ) -> None:
@@ -95,3 +95,5 @@ def test_each_rank_serves_what_it_was_sent(
     same, other = off(model, samples), off(old, samples)
     print(f"mean abs Δlogp of {case}, {mode}, two ranks: {same:.4f}, of other weights {other:.2f}")
     assert same < MISMATCH[MODES[mode]["precision"]] and 4 * same < other, (same, other)
+    if mode == "exact":
+        assert same == 0.0
