@@ -2,7 +2,7 @@
 
 ``make mismatch-depth`` measures with ``jetrl parity``, each mode of each point in a process of its own, and keeps every result
 in ``build/mismatch/``, so that it goes on where it was interrupted. Once all are there it writes ``mismatch.json`` beside this
-file, the tables of ``docs/mismatch.md`` and its picture. ``--part depth`` measures one part.
+file, the tables of ``docs/mismatch.md`` and its picture. ``--part depth`` measures one part and keeps the others' figures.
 
 A cut model is the first layers of SmolLM2-135M under its own final norm and ``lm_head``. It writes no sensible text.
 """
@@ -51,7 +51,7 @@ CONTEXTS = {
     3840: (256, 512, 2),
 }
 #: GRPO from the warm start in exact mode: the policy after each of these steps is a state of training
-AFTER = (20, 40)
+AFTER = (20, 100)
 POLICIES = BUILD / "smollm2-grpo"
 GRPO = Job(
     arm=Arm(precision="fp8-unified"),
@@ -239,13 +239,17 @@ def draw(depth: Rows, context: Rows) -> None:
 def page(text: str, results: Sequence[dict[str, Any]]) -> str:
     """The text of the page with its tables."""
     depth, training, context = (grouped(results, part) for part in ("depth", "training", "context"))
-    first = results[0]
+    measured: dict[str, list[str]] = {}  # where -> parts
+    for result in results:
+        parts = measured.setdefault(f"{result['processor']}, two cores; {versions(result['versions'])}", [])
+        if result["part"] not in parts:
+            parts.append(result["part"])
     tables = {
         "depth": table("layers", depth),
         "blocks": blocks_table(next(result for result in results if "steps" in result)),
         "context": table("tokens before", context),
         "training": table("state: prompts", {"as it comes: prose": depth["30, all"], **training}),
-        "versions": f"{first['processor']}, two cores; {versions(first['versions'])}.",
+        "versions": "\n".join(f"- {', '.join(parts).capitalize()}: {where}." for where, parts in measured.items()),
     }
     return filled(text, {f"mismatch-{name}": content for name, content in tables.items()})
 
@@ -253,7 +257,7 @@ def page(text: str, results: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["depth", "blocks", "context", "training"]
-    parser.add_argument("--part", choices=parts, help="measure this part alone, and write no page")
+    parser.add_argument("--part", choices=parts, help="measure this part alone, and keep the figures of the others")
     parser.add_argument("--again", action="store_true", help="forget what was measured before")
     args = parser.parse_args()
     if args.again:
@@ -265,11 +269,11 @@ def main() -> None:
         progress.stage("cutting the model")
         prepare()
         measure(wanted, progress)
-    if args.part is None:
-        results = [json.loads(_file(point, job.label).read_text()) for point in wanted for job in point.jobs()]
-        FIGURES.write_text(json.dumps(results, indent=1) + "\n")
-        PAGE.write_text(page(PAGE.read_text(), results))
-        draw(grouped(results, "depth"), grouped(results, "context"))
+    kept = [result for result in json.loads(FIGURES.read_text()) if args.part not in (None, result["part"])]
+    results = kept + [json.loads(_file(point, job.label).read_text()) for point in wanted for job in point.jobs()]
+    FIGURES.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(PAGE.read_text(), results))
+    draw(grouped(results, "depth"), grouped(results, "context"))
 
 
 if __name__ == "__main__":
