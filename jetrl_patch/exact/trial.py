@@ -22,6 +22,9 @@ from jetrl_patch.exact import dispatch, flash3, kv_cache, ops, tower
 
 #: lengths of the packed sequences: tile edges, partial tiles, and a long one with many key blocks in three chunks
 LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
+#: more batches for attention: a context that many programs may share, and more requests than a launch has places for. With 64
+#: heads of 128 on a rank, they take about 3 GB for less than a second
+LARGE = ((32768,), tuple(1 + r % 33 for r in range(1000)))
 #: (first row, rows) of the parts of a batch that are computed separately
 PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
 #: tokens per block of the trial's cache, unless the engine's size is given
@@ -47,9 +50,11 @@ class Sizes(NamedTuple):
 
 class _Trial:
     def __init__(
-        self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...], page: int = PAGE, fp8_cache: bool = False
-    ) -> None:
-        self.sizes, self.device, self.lengths, self.page, self.fp8 = sizes, device, lengths, page, fp8_cache
+        self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...], page: int = PAGE, fp8_cache: bool = False,
+        large: tuple[tuple[int, ...], ...] = (),
+    ) -> None:  # fmt: skip
+        self.sizes, self.device, self.page, self.fp8 = sizes, device, page, fp8_cache
+        self.batches = (lengths, *large)
         self.tokens = sum(lengths)
         self.generator = torch.Generator(device).manual_seed(sum(sizes))
 
@@ -107,17 +112,23 @@ class _Trial:
         return self.rows(lambda part: ops.token_log_probs(logits[part], labels[part], 0.7), SCORED)
 
     def attention(self) -> str:
-        """Compare packed sequences with decode steps, chunks and prompts over a paged cache, and with each sequence alone."""
-        s, scale = self.sizes, self.sizes.head_dim**-0.5
-        ends = [0, *itertools.accumulate(self.lengths)]
-        q = self.random(self.tokens, s.heads, s.head_dim)
-        k, v = (self.random(self.tokens, s.kv_heads, s.head_dim) for _ in range(2))
+        formulas = dispatch.serving(torch.device(self.device).type) == "torch"  # which hold all scores of a sequence
+        for lengths in self.batches[:1] if formulas else self.batches:
+            self.sequences(lengths)
+        return "equal bits in decode steps, chunks, prompts and packed batches"
+
+    def sequences(self, lengths: tuple[int, ...]) -> None:
+        """Compare packed sequences with decode steps, chunks and prompts over a paged cache, and the first with each alone."""
+        s, scale, tokens = self.sizes, self.sizes.head_dim**-0.5, sum(lengths)
+        ends = [0, *itertools.accumulate(lengths)]
+        q = self.random(tokens, s.heads, s.head_dim)
+        k, v = (self.random(tokens, s.kv_heads, s.head_dim) for _ in range(2))
         trained = ops.attention_varlen(q, k, v, self.integers(ends), scale, self.fp8)
-        cache, scales, table = self.pages(k, v, ends)
+        cache, scales, table = self.pages(k, v, lengths)
         plans = {
-            "a decode step": [(n, 1) for n in self.lengths],
-            "chunks": [(-(-n * 2 // 3), -(-n // 2)) for n in self.lengths],
-            "whole prompts": [(n, n) for n in self.lengths],
+            "a decode step": [(n, 1) for n in lengths],
+            "chunks": [(-(-n * 2 // 3), -(-n // 2)) for n in lengths],
+            "whole prompts": [(n, n) for n in lengths],
         }
         for what, plan in plans.items():
             rows = [range(ends[r] + seen - fresh, ends[r] + seen) for r, (seen, fresh) in enumerate(plan)]
@@ -126,16 +137,16 @@ class _Trial:
             seen_now = self.integers([seen for seen, _ in plan])
             step = (table, seen_now, self.integers(starts), scale)
             out = ops.attention_paged(q[picked], *cache, *step, scales=scales)
-            require_equal(out, trained[picked], f"values: differ between {what} over a paged cache and a packed batch")
-        for a, b in itertools.pairwise(ends):
+            where = f"values: differ between {what} over a paged cache and a packed batch of {len(lengths)} sequences"
+            require_equal(out, trained[picked], where)
+        for a, b in itertools.pairwise(ends[: len(LENGTHS) + 1]):
             alone = ops.attention_varlen(q[a:b], k[a:b], v[a:b], self.integers([0, b - a]), scale, self.fp8)
             where = f"values: differ between a sequence of {b - a} alone and in a packed batch"
             require_equal(alone, trained[a:b], where)
-        return "equal bits in decode steps, chunks, prompts and packed batches"
 
     def tower(self, heads: int) -> str:
         """Compare images in one batch with each image alone, in a tower whose width is ``sizes.hidden``."""
-        ends, width = [0, *itertools.accumulate(self.lengths)], self.sizes.hidden // heads
+        ends, width = [0, *itertools.accumulate(self.batches[0])], self.sizes.hidden // heads
         q, k, v = (self.random(self.tokens, heads, width) for _ in range(3))
         whole = tower.whole_attention(q, k, v, self.integers(ends), width**-0.5)
         for a, b in itertools.pairwise(ends):
@@ -148,26 +159,28 @@ class _Trial:
 
         return self.rows(made, self.tokens)
 
-    def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, Tensor]:
+    def pages(
+        self, k: Tensor, v: Tensor, lengths: tuple[int, ...]
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, Tensor]:
         """A paged cache, its scales if it is FP8, and its table: sequences in blocks in random order, NaN in unwritten slots."""
-        page = self.page
-        needs = [-(-n // page) for n in self.lengths]
+        page, begin = self.page, 0
+        needs = [-(-n // page) for n in lengths]
         order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
         table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
-        slots = torch.empty(self.tokens, dtype=torch.int64)
+        slots = []
         for r, need in enumerate(needs):
-            mine, order = order[:need], order[need:]
-            table[r, :need] = torch.tensor(mine)
-            place = torch.arange(self.lengths[r])
-            slots[ends[r] : ends[r + 1]] = torch.tensor(mine)[place // page] * page + place % page
+            mine = table[r, :need] = torch.tensor(order[begin : begin + need], dtype=torch.int32)
+            begin, place = begin + need, torch.arange(lengths[r])
+            slots.append(mine[place // page].long() * page + place % page)
+        written = torch.cat(slots).to(k.device)
         if self.fp8:
             size = page * k.shape[1] * (2 * k.shape[2] + 8)
             raw = torch.full((sum(needs), size), 0xFF, dtype=torch.uint8, device=k.device)  # NaN as e4m3 and as FP32
             pages = kv_cache.Pages.of(raw, *k.shape[1:])
-            pages.store(k, v, slots.to(k.device))
+            pages.store(k, v, written)
             return pages[:2], pages[2:], table.to(k.device)
         caches = torch.full((2, sum(needs) * page, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
-        caches[0, slots.to(k.device)], caches[1, slots.to(k.device)] = k, v
+        caches[0, written], caches[1, written] = k, v
         k_cache, v_cache = caches.unflatten(1, (-1, page))
         return (k_cache, v_cache), None, table.to(k.device)
 
@@ -182,19 +195,23 @@ def _tried(call: Callable[[], str]) -> Verdict:
 @torch.no_grad()
 def compare_attention(
     heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS,
-    fp8_cache: bool = False,
+    fp8_cache: bool = False, large: tuple[tuple[int, ...], ...] = (),
 ) -> Verdict:  # fmt: skip
     """The verdict of ``compare_ops`` on attention, with ``heads`` query and key/value heads. The default device may be any."""
     with torch.device("cpu"):
-        return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page, fp8_cache).attention)
+        return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page, fp8_cache, large).attention)
 
 
 @torch.no_grad()
 def compare_ops(
-    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE, fp8_cache: bool = False
-) -> Iterator[tuple[str, Verdict]]:
-    """Yield each op's name and verdict, on any device. Waits for the device, so do not call it during graph capture."""
-    trial = _Trial(sizes, device, lengths, page, fp8_cache)
+    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE, fp8_cache: bool = False,
+    large: tuple[tuple[int, ...], ...] = (),
+) -> Iterator[tuple[str, Verdict]]:  # fmt: skip
+    """Yield each op's name and verdict, on any device. Waits for the device, so do not call it during graph capture.
+
+    ``lengths`` are those of the packed sequences of a batch, ``large`` those of more batches for attention.
+    """
+    trial = _Trial(sizes, device, lengths, page, fp8_cache, large)
     tried: dict[str, Callable[[], str]] = {
         "attention": trial.attention,
         f"RMSNorm of width {sizes.hidden}": partial(trial.norm, sizes.hidden),
@@ -232,7 +249,7 @@ def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE, fp8_
     key = (*sizes, page, fp8_cache, str(device))
     if device.type == "cpu" or key in _proven:
         return
-    for name, verdict in compare_ops(sizes, device, LENGTHS, page, fp8_cache):
+    for name, verdict in compare_ops(sizes, device, LENGTHS, page, fp8_cache, LARGE):
         if not verdict.ok:
             what, fix = f"align='exact' on {device}, {name}", "use align='linear' (shared FP8 linears, a small mismatch)"
             required = "rows that do not depend on the batch"
@@ -291,7 +308,7 @@ def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: 
     key = (str(device), heads, head_dim, page)
     if key not in _attention_tried:
         with dispatch.attention_by(flash3.FLASH3, device.type, head_dim):
-            verdict = compare_attention(heads, head_dim, device, page)
+            verdict = compare_attention(heads, head_dim, device, page, large=LARGE)
         torch.cuda.empty_cache()
         _attention_tried[key] = "" if verdict.ok else verdict.found
     return _attention_tried[key]

@@ -122,7 +122,8 @@ def gpu(monkeypatch, library):
     monkeypatch.setattr(trial, "_attention_tried", {})
     compare, trials = trial.compare_attention, []
 
-    def here(heads, width, device, page):
+    def here(heads, width, device, page, large):
+        assert large == trial.LARGE
         trials.append((heads, width, page))
         chosen["cpu", width] = chosen[device.type, width]  # what is tried there
         try:

@@ -55,6 +55,37 @@ def test_an_op_that_depends_on_its_batch_is_named(name, monkeypatch):
         trial.require_exact_ops(SIZES, torch.device("cuda:0"))
 
 
+def split(original):  # like a kernel that shares long contexts among programs
+    return lambda q, k, v, table, seen, *rest, **kw: original(q, k * (1 + (seen.max() > 200) / 64), v, table, seen, *rest, **kw)
+
+
+def crowded(original):  # like a launch that has no place for so many requests
+    def attention_paged(q, k, v, table, seen, *rest, **kw):
+        out = original(q, k, v, table, seen, *rest, **kw)
+        out[270:] = out[270:].nextafter(out[270:] + 1)
+        return out
+
+    return attention_paged
+
+
+@pytest.mark.parametrize("broken", [split, crowded])
+def test_attention_is_tried_with_a_long_context_and_with_many_requests(broken, monkeypatch):
+    assert len(trial.LARGE[0]) == 1 and trial.LARGE[0][0] == 32768 and len(trial.LARGE[1]) == 1000
+    large = ((260,), tuple(1 + r % 3 for r in range(300)))
+    heads, width = (SIZES.heads, SIZES.kv_heads), SIZES.head_dim
+    assert trial.compare_attention(heads, width, "cpu", lengths=LENGTHS, large=large).ok
+    monkeypatch.setattr(ops, "attention_paged", broken(ops.attention_paged))
+    assert trial.compare_attention(heads, width, "cpu", lengths=(1, 33)).ok
+    found = trial.compare_attention(heads, width, "cpu", lengths=(1, 33), large=large)
+    assert not found.ok and f"of {1 if broken is split else 300} sequences" in found.found
+
+
+def test_the_formulas_are_not_tried_with_large_batches(monkeypatch):
+    """They would hold 32k x 32k scores of each head."""
+    monkeypatch.setitem(dispatch._chosen, "cpu", "torch")
+    assert trial.compare_attention((4, 2), 64, "cpu", lengths=(1, 33), large=((1 << 40,),)).ok
+
+
 @pytest.mark.parametrize(("name", "function"), [("lm_head", "linear"), ("BF16 partial sums", "partial_sum")])
 def test_a_product_whose_columns_depend_on_the_weights_height_is_named(name, function, monkeypatch):
     original = getattr(ops, function)

@@ -56,7 +56,7 @@ def rand(device, *shape, seed=0):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_rows_do_not_depend_on_the_batch(device, model):
-    found = dict(trial.compare_ops(MODELS[model], device))
+    found = dict(trial.compare_ops(MODELS[model], device, large=trial.LARGE))
     assert all(verdict.ok for verdict in found.values()), found
 
 
@@ -64,7 +64,7 @@ def test_rows_do_not_depend_on_the_batch(device, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_rows_of_attention_do_not_depend_on_the_batch(device, attention, model, page):
     sizes = MODELS[model]
-    verdict = trial.compare_attention((sizes.heads, sizes.kv_heads), sizes.head_dim, device, page)
+    verdict = trial.compare_attention((sizes.heads, sizes.kv_heads), sizes.head_dim, device, page, large=trial.LARGE)
     assert verdict.ok, verdict.found
 
 

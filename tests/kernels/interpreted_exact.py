@@ -149,7 +149,7 @@ def same_values(a, b):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 def test_decode_chunks_and_prefill_from_an_fp8_cache_equal_training(heads, kv_heads, width):
-    verdict = compare_attention((heads, kv_heads), width, "cpu", 16, tuple(LENGTHS), fp8_cache=True)
+    verdict = compare_attention((heads, kv_heads), width, "cpu", 16, tuple(LENGTHS), fp8_cache=True, large=((1,) * 40,))
     assert verdict.ok, verdict.found
 
 
