@@ -187,6 +187,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # each of two tensor-parallel ranks holds whole blocks of 32, but not of 128
+    "llama-mx-tp": ("llama", {"intermediate_size": 448}),
     "llama3-rope": (
         "llama",
         {

@@ -25,6 +25,7 @@ from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear
+from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
@@ -168,7 +169,7 @@ def prepare_model(
         _require_registered(ALL_EXPERTS_FUNCTIONS.valid_keys(), EXPERTS, "experts implementation")
         check_device(model.config, device_type)
     if cut:
-        note_cut(cut, rollout_tp)
+        note_cut(cut, rollout_tp, block_of(config.scale_format))
     if not config.fp8_train:
         if config.fp32_head:
             widen_head(model, config)
@@ -176,13 +177,13 @@ def prepare_model(
     if config.exact:
         kinds = _check_exact(model)
         latent.check_latent(model.config, config.kv_cache, device_type)
-        dispatch.configure(config.backend, device_type)
+        dispatch.configure(config.backend, device_type, config.scale_format)
         text = text_config(model.config)
         heads = text.num_attention_heads
         shared = getattr(text, "num_key_value_heads", None) or heads
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
         choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
-    backend = choose_backend(config.backend, device_type)
+    backend = choose_backend(config.backend, device_type, config.scale_format)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16
         model.config._experts_implementation = EXPERTS
@@ -199,10 +200,10 @@ def prepare_model(
     return names
 
 
-def note_cut(layers: list[str], tp: int) -> None:
+def note_cut(layers: list[str], tp: int, block: int) -> None:
     """Record the layers that ``on_cut="bf16"`` leaves in BF16, and log new ones."""
     if set(layers) - set(session.run_notes().cut):
-        logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
+        logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp, block))
     session.register(cut=layers)
 
 

@@ -19,7 +19,7 @@ from jetrl_patch.backends.quantize import Quantized, expand_weight_scale
 from jetrl_patch.backends.row_equality import TRAINED, Layout, require_row_equality
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.producers import available, fits
-from jetrl_patch.kernels.formats import BLOCK, FP8, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, MX_BLOCK, groups
 from jetrl_patch.sync.digest import Pieces
 
 if TYPE_CHECKING:
@@ -28,35 +28,41 @@ if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
 
-# ---- Layouts of scales: per 128x128 block, or per row --------------------------------------------
+# ---- Layouts of scales: per block, or per row ----------------------------------------------------
 # Both are an FP32 parameter ``weight_scale_inv`` (the factor that dequantizes) with one row per row of the weight. So any fused
 # (qkv, gate_up) or tensor-parallel slice is a plain ``narrow``.
 
 class BlockScales:
-    """``[N, ceil(K/128)]``: the scale of a 128x128 block is repeated for each of its rows.
+    """``[N, ceil(K/width)]``: the scale of a block is repeated for each of its rows.
 
     So the parts of a fused layer need not be multiples of 128, which vLLM's own block layout requires.
+
+    Args:
+        height, width: rows and columns of a block.
     """
 
+    def __init__(self, height: int = BLOCK, width: int = BLOCK) -> None:
+        self.height, self.width = height, width
+
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
-        """Create the parameter for this rank's weight ``[n, k]``: FP32 ``[n, ceil(k/128)]``."""
-        data = torch.ones(n, groups(k), dtype=torch.float32)
+        """Create the parameter for this rank's weight ``[n, k]``: FP32 ``[n, ceil(k/width)]``."""
+        data = torch.ones(n, groups(k, self.width), dtype=torch.float32)
         return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
 
     def cuts(self, k: int, whole: int) -> bool:
         """Whether a rank's ``k`` of ``whole`` columns cut a block."""
-        return k != whole and bool(k % BLOCK)
+        return k != whole and bool(k % self.width)
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Expand the trainer's block scales ``[ceil(rows/128), G]`` to ``[rows, G]``. Scales per row pass unchanged.
+        """Expand the trainer's block scales ``[ceil(rows/height), G]`` to ``[rows, G]``. Scales per row pass unchanged.
 
         Raises SyncError for a wrong shape.
         """
         if loaded.shape[0] == rows:
             return loaded
-        if loaded.shape[0] != groups(rows):
+        if loaded.shape[0] != groups(rows, self.height):
             raise SyncError(
-                f"{name}.weight_scale_inv: required {groups(rows)} block rows or {rows} rows, found shape "
+                f"{name}.weight_scale_inv: required {groups(rows, self.height)} block rows or {rows} rows, found shape "
                 f"{list(loaded.shape)}. Install the same version of jetrl_patch on both sides."
             )
         return expand_weight_scale(loaded, rows)
@@ -66,20 +72,20 @@ class BlockScales:
 
         If two rows of a block differ, ``pieces.read`` raises SyncError.
         """
-        g0 = shard.col0 // BLOCK
+        g0, height = shard.col0 // self.width, self.height
         g1 = g0 + scale.shape[1]
-        first, last = shard.row0 // BLOCK, groups(shard.row1)
-        lead = -shard.row0 % BLOCK  # rows of a block that begins on another rank
-        blocks = torch.cat((scale[:1], scale[lead::BLOCK])) if lead else scale[::BLOCK]
-        block_of_row = (torch.arange(scale.shape[0], device=scale.device) + shard.row0 % BLOCK) // BLOCK
+        first, last = shard.row0 // height, groups(shard.row1, height)
+        lead = -shard.row0 % height  # rows of a block that begins on another rank
+        blocks = torch.cat((scale[:1], scale[lead::height])) if lead else scale[::height]
+        block_of_row = (torch.arange(scale.shape[0], device=scale.device) + shard.row0 % height) // height
         pieces.refuse(
             (blocks.view(torch.int32)[block_of_row] != scale.view(torch.int32)).any(),
-            f"{shard.name}.weight_scale_inv: rows of one 128-block hold different scales in the engine",
+            f"{shard.name}.weight_scale_inv: rows of one block hold different scales in the engine",
         )
         edges = {first, last}
-        if shard.row0 % BLOCK:
+        if shard.row0 % height:
             edges.add(first + 1)
-        if shard.row1 % BLOCK and shard.row1 != shard.rows:
+        if shard.row1 % height and shard.row1 != shard.rows:
             edges.add(last - 1)
         for b0, b1 in itertools.pairwise(sorted(edges)):
             pieces.add(f"{shard.name}.weight_scale_inv", b0, b1, g0, g1, blocks[b0 - first : b1 - first])
@@ -136,7 +142,7 @@ class LinearFormat(abc.ABC):
     def backend(self, device: torch.device) -> Backend:
         """Return the FP8 backend. It is chosen once, by the trainer's rule."""
         if self._backend is None:
-            self._backend = get_backend(choose_backend(self.config.backend, device.type))
+            self._backend = get_backend(choose_backend(self.config.backend, device.type, self.config.scale_format))
         return self._backend
 
     def check_width(self, name: str, K: int) -> None:  # noqa: B027  # most formats take any width
@@ -242,6 +248,12 @@ class BlockFp8(LinearFormat):
         return self.backend(w_NK.device).quantize_weight(w_NK, self.config.scale_format)
 
 
+class MxFp8(BlockFp8):
+    """e4m3 weights and activations in groups of 32 along K, each with a power of two: MXFP8."""
+
+    scales = BlockScales(1, MX_BLOCK)
+
+
 class ChannelFp8(LinearFormat):
     """e4m3 with per-channel weight scales and per-token activation scales: a block GEMM with scales constant along K."""
 
@@ -298,4 +310,6 @@ _CLASSES: dict[str, type[LinearFormat]] = {"fp8-block": BlockFp8, "fp8-channel":
 def format_of(config: Config) -> LinearFormat:
     """Return the format for one layer of a quantized rollout."""
     assert config.format is not None
+    if config.scale_format == "mxfp8":
+        return MxFp8(config)
     return _CLASSES[config.format.name](config)

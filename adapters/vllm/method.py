@@ -20,6 +20,7 @@ from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
+from jetrl_patch.kernels.formats import block_of
 
 
 @register_weight_loader_v2_supported_method
@@ -125,7 +126,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _check_split(self, layer: LinearBase) -> None:
         # The whole model is built before the first load, so the list is complete.
         if self.cut:
-            raise cut_error(self.cut, layer.tp_size)
+            raise cut_error(self.cut, layer.tp_size, block_of(self.format.config.scale_format))
 
 
 def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:
@@ -144,12 +145,12 @@ def finite_bf16(name: str, loaded: torch.Tensor) -> torch.Tensor:
     return bf16
 
 
-def cut_error(layers: list[str], tp: int) -> ModelError:
-    """Return the error for row-parallel layers whose share of K is not a multiple of 128."""
+def cut_error(layers: list[str], tp: int, block: int) -> ModelError:
+    """Return the error for row-parallel layers whose share of K is not a multiple of the block."""
     return ModelError(
-        f"tensor_parallel_size={tp} cuts 128-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's share of the "
-        f"contraction dimension must be a multiple of 128. Use a smaller tensor_parallel_size, or leave these layers in BF16 on "
-        f"both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
+        f"tensor_parallel_size={tp} cuts {block}-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's share of "
+        f"the contraction dimension must be a multiple of {block}. Use a smaller tensor_parallel_size, or leave these layers in "
+        f"BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
     )
 
 

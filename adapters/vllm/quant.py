@@ -32,6 +32,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
 from jetrl_patch.exact.dispatch import configure
+from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.layers import experts_quantized, is_cut, is_quantized
 from jetrl_patch.patching.journal import Journal
 
@@ -125,7 +126,8 @@ class JetrlQuantConfig(QuantizationConfig):
         if self.config.on_cut == "refuse" or self.config.channelwise:
             return False
         # RowParallelLinear sets input_size_per_partition before its base class calls get_quant_method
-        found = is_cut(name, layer.input_size, layer.input_size // layer.input_size_per_partition)
+        ranks = layer.input_size // layer.input_size_per_partition
+        found = is_cut(name, layer.input_size, ranks, block_of(self.config.scale_format))
         if found:
             session.register(cut=[name])
         return found
@@ -174,7 +176,7 @@ def fill(config: Config, journal: Journal) -> None:
     if not current_platform.is_cpu():
         _wait_for_kernels(journal)
     if config.exact:
-        configure(config.backend, current_platform.device_type)
+        configure(config.backend, current_platform.device_type, config.scale_format)
         _exact(journal)
 
 

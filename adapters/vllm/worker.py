@@ -170,7 +170,7 @@ def attach(worker: Any, config: Config) -> None:
             )
         _finish_quantized(worker, model, config)
         own = config.format.own_product if config.format is not None else ""
-        backend = own or choose_backend(config.backend, worker.device.type)
+        backend = own or choose_backend(config.backend, worker.device.type, config.scale_format)
         attention = chosen_attention(worker.device.type) if config.exact else ""
         session.register(backend=backend, attention=attention)
         mark_settings(worker.vllm_config, config, backend, attention)

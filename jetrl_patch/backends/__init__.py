@@ -8,6 +8,7 @@ import logging
 
 from jetrl_patch.backends.base import Backend
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.kernels.formats import ScaleFormat
 
 __all__ = ["Backend", "choose_backend", "get_backend"]
 
@@ -23,25 +24,28 @@ _CLASSES = {
     "deep_gemm": ("deep_gemm", "DeepGemmBackend"),
     "cublaslt": ("cublaslt", "CublasLtBackend"),
     "te": ("cublaslt", "TeBackend"),
+    "mx": ("mx", "MxBackend"),
 }
 #: what "auto" tries on a GPU, best first; cuBLASLt and TransformerEngine are used only if named
 _PREFERRED = ("deep_gemm", "triton")
 
 
-def choose_backend(name: str, device_type: str) -> str:
+def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow2") -> str:
     """Resolve ``Config.backend`` to a backend's name for this device type.
 
     "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
     Triton kernels on Hopper, and the torch reference everywhere else. The manifest of every weight sync contains the choice, so a
-    run stops if its processes chose differently.
+    run stops if its processes chose differently. With "mxfp8" on a GPU the only kernel is that for Blackwell, "mx".
 
-    Raises ConfigError if the name is unknown, or the backend cannot run here.
+    Raises ConfigError if the name is unknown, or the backend or the scale format cannot run here.
     """
-    from jetrl_patch.backends.capability import CHECKS
+    from jetrl_patch.backends.capability import CHECKS, refuse_mx_on
     from jetrl_patch.native import build
 
     if name not in ("auto", "native", "torch", *CHECKS):
         raise ConfigError(f"backend={name!r} is unknown. Choose one of auto, native, torch, {', '.join(CHECKS)}.")
+    if scale_format == "mxfp8":
+        refuse_mx_on(device_type)
     if name == "torch":
         return name
     on_cpu, found = device_type == "cpu", f"device type {device_type!r}"
@@ -50,7 +54,7 @@ def choose_backend(name: str, device_type: str) -> str:
     if not on_cpu and name == "native":
         raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
     if not on_cpu:
-        return _on_gpu(name)
+        return "mx" if scale_format == "mxfp8" else _on_gpu(name)
     ok, reason = build.available()
     if not ok and name == "native":
         raise ConfigError(f"backend={name!r} cannot run here: {reason}")

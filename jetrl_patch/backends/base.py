@@ -7,6 +7,10 @@ Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). 
 | FProp | Y [M,N] | X e4m3 [M,K], s [M,G]     | W e4m3 [N,K], s [N,G]     | K              |
 | DGrad | dX[M,K] | dY e4m3 [M,N], s [M,N/128]| W e4m3 [N,K], s blocks    | N              |
 | WGrad | dW[N,K] | dY e4m3 [M,N], s [M/128,N]| X e4m3 [M,K], s [M/128,K] | M (tokens)     |
+
+In scale format "mxfp8" every 128 is 32, FProp reads W with scales [N, K/32], and DGrad reads W quantized once more from BF16,
+with scales [N/32, K]. Every operand then has its blocks along the contraction, as the tensor cores of Blackwell require
+(arXiv 2506.08027; TransformerEngine's recipe MXFP8BlockScaling).
 """
 
 from __future__ import annotations
@@ -51,8 +55,12 @@ class Backend:
         return quantize.quantize_weight(w_NK, scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """``quantize_weight``, with W^T as ``dgrad`` reads it. Only if ``reads_transposed``."""
-        raise NotImplementedError
+        """``quantize_weight``, with the W that ``dgrad`` reads: W^T if ``reads_transposed``, ``for_dgrad`` in "mxfp8"."""
+        if scale_format != "mxfp8":
+            raise NotImplementedError
+        w = self.quantize_weight(w_NK, scale_format)
+        w.for_dgrad = self.quantize_tokens(w_NK.to(torch.bfloat16), scale_format)
+        return w
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         """FProp: Y [M, N] in BF16 or FP32 (an unrounded partial sum). See ``quantize.fprop``.
@@ -62,7 +70,7 @@ class Backend:
         Args:
             splits: ranges of K whose FP32 sums are added in ascending order.
         """
-        return quantize.fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits)
+        return quantize.fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits, w.block)
 
     def fprop(
         self, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
@@ -82,13 +90,17 @@ class Backend:
 
     def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dX [M, K] from the BF16 output gradient, which this method quantizes in 1x128 groups along N."""
-        return quantize.dgrad(*self.quantize_activation(dy_MN, w.scale_format), *w).to(out_dtype)
+        dy = self.quantize_activation(dy_MN, w.scale_format)
+        if w.scale_format == "mxfp8":
+            assert w.for_dgrad is not None  # see ``quantize_weight_transposed``
+            return quantize.dgrad_mx(*dy, *w.for_dgrad).to(out_dtype)
+        return quantize.dgrad(*dy, *w).to(out_dtype)
 
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K]. Requantizes the saved activation from 1x128 to 128x1 groups and quantizes dY in 128x1 groups."""
-        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16)
+        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16, x.block)
         dy, again = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
-        return quantize.wgrad(*dy, *again).to(out_dtype)
+        return quantize.wgrad(dy.q, dy.s, again.q, again.s, x.block).to(out_dtype)
 
     def gradients(
         self,

@@ -25,6 +25,8 @@ CUDA_OF_CUBLASLT = (12, 9)
 TE_OF_BLOCKWISE = (2, 3)
 #: DeepGEMM as a package of its own, and bundled with CUDA builds of vLLM, in vLLM's search order
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+#: the major compute capability whose tensor cores take a scale per 32 elements
+MX_MAJOR = 10
 #: the end of a reason that needs no warning
 ABSENT = "is not installed"
 
@@ -93,6 +95,19 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "cublaslt": check_cublaslt,
     "te": check_te,
 }
+
+
+def refuse_mx_on(device_type: str) -> None:
+    """Raise ConfigError for a device without products of MXFP8: a GPU that is not a Blackwell of compute capability 10."""
+    if device_type == "cpu":
+        return
+    ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
+    if ok and (found := torch.cuda.get_device_capability())[0] != MX_MAJOR:
+        ok, reason = False, f"compute capability {found[0]}.{found[1]}"
+    if not ok:
+        required = f"a CPU, or a Blackwell GPU of compute capability {MX_MAJOR}.0 with triton"
+        fix = "use scale_format='pow2' on this device"
+        raise ConfigError(explain("scale_format='mxfp8'", required=required, found=reason, fix=fix))
 
 
 def find_deep_gemm() -> tuple[Any, str]:

@@ -11,10 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8, FP8_MAX, ScaleFormat, check_fprop, groups, split_width
+from jetrl_patch.kernels.formats import (
+    AMAX_FLOOR,
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    MX_BLOCK,
+    ScaleFormat,
+    block_of,
+    check_fprop,
+    groups,
+    split_width,
+)
 
 # ---- Quantized: bytes, their scales, and the layout of both -------------------------------------
-# Shape legend: M tokens, N output features, K input features, G = ceil(K / 128).
+# Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). In scale format "mxfp8" every 128 below is 32,
+# and a weight has layout "rows": no scale spans several of its rows.
 
 #: | layout       | bytes           | FP32 scales          | one scale for              | what it is                          |
 #: | "rows"       | [M, K]          | [M, ceil(K/128)]     | 128 columns of a row       | X of FProp, dY of DGrad             |
@@ -35,6 +47,7 @@ class Quantized:
         layout: which bytes share a scale; see the table above.
         scale_format: how the scales were rounded. A product quantizes its other operand the same way.
         transposed: W^T, e4m3 [K, N], for a DGrad that reads it.
+        for_dgrad: in scale format "mxfp8" the weight quantized once more, in groups along N, layout "tokens".
         packed: a copy of W laid out for FProp; see ``Backend.pack``.
         s_blocks: a weight's scales per block. In layout "rows" it has them only if every 128 rows share a scale.
         shared: what the layers that read this input share in backward.
@@ -45,6 +58,7 @@ class Quantized:
     layout: ScaleLayout
     scale_format: ScaleFormat
     transposed: Tensor | None = None
+    for_dgrad: Quantized | None = None
     packed: Tensor | None = None
     s_blocks: Tensor | None = None
     shared: Regrouped | None = None
@@ -61,6 +75,11 @@ class Quantized:
     @property
     def shape(self) -> torch.Size:
         return self.q.shape
+
+    @property
+    def block(self) -> int:
+        """How many columns share a scale per row."""
+        return block_of(self.scale_format)
 
     @property
     def s_rows(self) -> Tensor:
@@ -81,8 +100,8 @@ class Quantized:
         return Quantized(self.q[at], self.s_rows[at], "rows", self.scale_format)
 
     def columns(self, start: int, stop: int) -> Quantized:
-        """Columns from ``start``, a multiple of 128, to before ``stop``, with their scales per row."""
-        s_rows = self.s_rows[:, start // BLOCK : groups(stop)]
+        """Columns from ``start``, a multiple of the block, to before ``stop``, with their scales per row."""
+        s_rows = self.s_rows[:, start // self.block : groups(stop, self.block)]
         return Quantized(self.q[:, start:stop], s_rows, "rows", self.scale_format)
 
 
@@ -117,13 +136,15 @@ class Regrouped:
 
 # ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
 # For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
-# With scale format "pow2", s is rounded up to a power of two; then q * s is exact in BF16.
+# With scale formats "pow2" and "mxfp8", s is rounded up to a power of two; then q * s is exact in BF16. Rounded up, no value
+# saturates. The conversion that the MX specification suggests, 2^(floor(log2(amax)) - 8), clamps values above 448 * s, and
+# pre-training with it diverged (arXiv 2506.08027, which rounds up as this does).
 # A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
 
 def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """FP32 scales of groups, in the shape of ``amax``.
 
-    "pow2" rounds the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
+    "pow2" and "mxfp8" round the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
     """
     scale = amax.float().clamp(min=AMAX_FLOOR)
     scale = scale / scale.new_full((), FP8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
@@ -145,10 +166,11 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     Returns:
         Layout "rows": e4m3fn [M, K] and FP32 scales [M, G], for any K.
     """
-    M, K = x_MK.shape
-    x = F.pad(x_MK.float(), (0, groups(K) * BLOCK - K)).view(M, groups(K), BLOCK)
+    (M, K), block = x_MK.shape, block_of(scale_format)
+    G = groups(K, block)
+    x = F.pad(x_MK.float(), (0, G * block - K)).view(M, G, block)
     s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
-    q_MK = to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous()
+    q_MK = to_fp8(x / s_MG.unsqueeze(-1)).view(M, G * block)[:, :K].contiguous()
     return Quantized(q_MK, s_MG, "rows", scale_format)
 
 
@@ -166,8 +188,11 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize in 128x128 blocks. An FP32 master is rounded to BF16 first, so its bytes are those of the BF16 weight.
 
     Returns:
-        Layout "blocks": e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
+        Layout "blocks": e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints). In
+        "mxfp8" layout "rows", with scales [N, ceil(K / 32)].
     """
+    if scale_format == "mxfp8":
+        return quantize_activation(w_NK.to(torch.bfloat16), scale_format)
     N, K = w_NK.shape
     w = w_NK.to(torch.bfloat16).float()
     w = F.pad(w, (0, groups(K) * BLOCK - K, 0, groups(N) * BLOCK - N)).view(groups(N), BLOCK, groups(K), BLOCK)
@@ -196,14 +221,14 @@ def block_scales(s_NG: Tensor) -> Tensor:
     return torch.where(low == high, low, torch.nan)
 
 
-def dequantize_activation(q_MK: Tensor, s_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_activation(q_MK: Tensor, s_MG: Tensor, dtype: torch.dtype = torch.float32, block: int = BLOCK) -> Tensor:
     """q * s of 1x128 groups, [M, K]."""
-    return (q_MK.float() * s_MG.repeat_interleave(BLOCK, 1)[:, : q_MK.shape[1]]).to(dtype)
+    return (q_MK.float() * s_MG.repeat_interleave(block, 1)[:, : q_MK.shape[1]]).to(dtype)
 
 
-def dequantize_tokens(q_MK: Tensor, s_GK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_tokens(q_MK: Tensor, s_GK: Tensor, dtype: torch.dtype = torch.float32, block: int = BLOCK) -> Tensor:
     """q * s of 128x1 groups, [M, K]."""
-    return (q_MK.float() * s_GK.repeat_interleave(BLOCK, 0)[: q_MK.shape[0]]).to(dtype)
+    return (q_MK.float() * s_GK.repeat_interleave(block, 0)[: q_MK.shape[0]]).to(dtype)
 
 
 def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -215,22 +240,24 @@ def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch
 # A product of two e4m3fn values has 8 significant bits, and a dot product of 128 of them fits in FP64. So the dot product of a
 # block is exact in any order.
 
-def fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
+def fprop(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1, block: int = BLOCK
+) -> Tensor:
     """Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
 
     ``s_NG`` holds the weight's scales per row. ``splits`` > 1 adds the FP32 partial sums of that many equal ranges of K in
     ascending order, as the all-reduce of a tensor-parallel rollout does.
     """
-    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
+    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, block=block)
     (M, K), N = q_MK.shape, w_NK.shape[0]
-    step = split_width(K, splits)
+    step = split_width(K, splits, block)
     x, w = q_MK.double(), w_NK.double()
     partials = []
     for start in range(0, K, step):
         acc = torch.zeros(M, N, dtype=torch.float64, device=q_MK.device)
-        for k in range(start, min(start + step, K), BLOCK):
-            dot = x[:, k : k + BLOCK] @ w[:, k : k + BLOCK].t()
-            scale = (s_MG[:, k // BLOCK, None] * s_NG[None, :, k // BLOCK]).double()
+        for k in range(start, min(start + step, K), block):
+            dot = x[:, k : k + block] @ w[:, k : k + block].t()
+            scale = (s_MG[:, k // block, None] * s_NG[None, :, k // block]).double()
             acc = (acc + dot * scale).float().double()  # FP32 accumulator, one rounding per block: an fma
         partials.append(acc.float())
     return functools.reduce(torch.add, partials).to(out_dtype)
@@ -241,7 +268,13 @@ def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:
     return dequantize_activation(g_MN, s_MG, torch.float64) @ dequantize_weight(w_NK, s_blocks, torch.float64)
 
 
-def wgrad(g_MN: Tensor, gs: Tensor, x_MK: Tensor, xs: Tensor) -> Tensor:
+def dgrad_mx(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_GK: Tensor) -> Tensor:
+    """dX [M, K] FP64 = dY W of MXFP8 operands, both in groups of 32 along N (``Quantized.for_dgrad``)."""
+    g = dequantize_activation(g_MN, s_MG, torch.float64, MX_BLOCK)
+    return g @ dequantize_tokens(w_NK, s_GK, torch.float64, MX_BLOCK)
+
+
+def wgrad(g_MN: Tensor, gs: Tensor, x_MK: Tensor, xs: Tensor, block: int = BLOCK) -> Tensor:
     """dW [N, K] FP64 = dY^T X from operands quantized in groups of 128 tokens (scales [ceil(M / 128), .])."""
-    assert gs.shape[0] == xs.shape[0] == groups(x_MK.shape[0])
-    return dequantize_tokens(g_MN, gs, torch.float64).t() @ dequantize_tokens(x_MK, xs, torch.float64)
+    assert gs.shape[0] == xs.shape[0] == groups(x_MK.shape[0], block)
+    return dequantize_tokens(g_MN, gs, torch.float64, block).t() @ dequantize_tokens(x_MK, xs, torch.float64, block)

@@ -178,6 +178,9 @@ def choose(source: Source, format: Format, scale_format: ScaleFormat, exclude: S
         ModelError: the checkpoint does not hold exactly the tensors of its model, or as ``select_layers``.
         ConfigError: vLLM merges some layers of which only a part would be FP8, or of which one ends inside a block.
     """
+    if format == "fp8" and scale_format == "mxfp8":
+        required, fix = "scale_format='pow2' or 'fp32', which vLLM and transformers load", "give --scale-format pow2"
+        raise ConfigError(explain("export to FP8", required=required, found="'mxfp8', as in the run's settings", fix=fix))
     model = _empty_model(source)
     experts = expert_modules(model)
     family = FAMILIES.get(model.config.model_type, LLAMA_LIKE)

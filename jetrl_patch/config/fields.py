@@ -189,8 +189,11 @@ class Fields:
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
         option="NAME", help="exact or linear",
     )
-    scale_format: Literal["pow2", "fp32"] = setting(
-        "pow2", "precision", "`pow2` rounds scales up to powers of two; `fp32` does not round them",
+    scale_format: Literal["pow2", "fp32", "mxfp8"] = setting(
+        "pow2", "precision",
+        "the scales of FP8: `pow2` rounds them up to powers of two; `fp32` does not round them; `mxfp8` is "
+        "[MXFP8](precisions.md#mxfp8), with a power of two for every 32 elements along the contraction, for dense models in "
+        f"{_UNIFIED} on a CPU or a Blackwell GPU. `mxfp8` has not yet run on a GPU",
     )
     exclude: tuple[str, ...] = setting(
         (), "precision",
@@ -200,8 +203,9 @@ class Fields:
     )
     on_cut: Literal["refuse", "bf16"] = setting(
         "refuse", "precision",
-        "what to do with layers in which the rollout's tensor parallelism cuts a block of 128: `refuse` stops the run and lists "
-        "them; `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no blocks to cut",
+        "what to do with layers in which the rollout's tensor parallelism cuts a block of 128, or of 32 in MXFP8: `refuse` stops "
+        "the run and lists them; `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no "
+        "blocks to cut",
     )
     backend: Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"] = setting(
         "auto", "exactness",

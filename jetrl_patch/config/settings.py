@@ -267,6 +267,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     unified = " or ".join(repr(name) for name, mode in MODES.items() if mode.is_unified)
     precision, align = f"precision={config.precision!r}", f"align={config.resolved_align!r}"
     guard, gather = f"guard_sqnr={config.guard_sqnr!r}", "fp8_all_gather=True"
+    if config.scale_format == "mxfp8":
+        yield from _against_mx(config, precision)
     if config.align is not None and not config.mode.is_unified:
         yield f"{align} contradicts {precision}: only {unified} has the same linears on both sides. Drop align or use {unified}."
     if config.fp8_all_gather and not config.fp8_train:
@@ -327,6 +329,17 @@ def _contradictions(config: Config) -> Iterator[str]:
         fix = f"leave head_dtype at 'auto', which is {config.compute_dtype} here, or use 'float32'"
         what = f"head_dtype={config.head_dtype!r} with {precision}"
         yield explain(what, required="one 16-bit format", found="two", fix=fix)
+
+
+def _against_mx(config: Config, precision: str) -> Iterator[str]:
+    """A message for each setting that contradicts MXFP8."""
+    what = "scale_format='mxfp8'"
+    if not config.fp8_train:
+        yield f"{what} contradicts {precision}: only an FP8 trainer has it on both sides. Use scale_format='pow2'."
+    if config.backend not in ("auto", "native", "torch"):
+        yield f"{what} contradicts backend={config.backend!r}, which multiplies blocks of 128. Use backend='auto'."
+    if config.fp8_all_gather:
+        yield f"{what} contradicts fp8_all_gather=True: DGrad quantizes the BF16 weight along N. Drop one of the two."
 
 
 def _channelwise() -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.capability import refuse_exact_on
+from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.native import ops
 
 #: op -> the module of its Triton kernel
@@ -24,14 +25,14 @@ _chosen: dict[str, str] = {}
 attentions: dict[tuple[str, int], str] = {}
 
 
-def configure(backend: str, device_type: str = "cpu") -> str:
+def configure(backend: str, device_type: str = "cpu", scale_format: ScaleFormat = "pow2") -> str:
     """Choose the implementation for ``Config.backend``, and remember it. Returns "native", "triton" or "torch".
 
     On CUDA every backend uses the Triton ops, except ``backend="torch"``, which uses the slow formulas.
 
-    Raises ConfigError if the backend cannot run here, or the ops cannot run on this GPU.
+    Raises ConfigError if the backend or the scale format cannot run here, or the ops cannot run on this GPU.
     """
-    chosen = choose_backend(backend, device_type)
+    chosen = choose_backend(backend, device_type, scale_format)
     if device_type != "cpu":
         chosen = "triton" if backend != "torch" and device_type == "cuda" else "torch"
         if chosen == "triton":

@@ -21,7 +21,7 @@ from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.base import BothLayouts
 from jetrl_patch.backends.quantize import Quantized, Regrouped
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.kernels.formats import ScaleFormat, groups
+from jetrl_patch.kernels.formats import ScaleFormat, block_of, groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +97,17 @@ class Fp8State:
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
-        with_transposed = transposed and self.backend.reads_transposed
-        quantize = self.backend.quantize_weight_transposed if with_transposed else self.backend.quantize_weight
-        result = quantize(w_NK, self.scale_format)
+        result = _quantize(self.backend, w_NK, self.scale_format, transposed)
         if key is not None:
             self._cached = (key, result)
         return result
+
+
+def _quantize(backend: Backend, w_NK: Tensor, scale_format: ScaleFormat, transposed: bool = False) -> Quantized:
+    """A BF16 weight as FProp and DGrad read it. In "mxfp8" DGrad always needs bytes of its own."""
+    if scale_format == "mxfp8" or (transposed and backend.reads_transposed):
+        return backend.quantize_weight_transposed(w_NK, scale_format)
+    return backend.quantize_weight(w_NK, scale_format)
 
 
 def _differ(a: Quantized, b: Quantized) -> Tensor:
@@ -299,7 +304,7 @@ def _traced_quantize(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Ten
 
 @_traced_quantize.register_fake
 def _(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
-    M, G = x_MK.shape[0], groups(x_MK.shape[1])
+    M, G = x_MK.shape[0], groups(x_MK.shape[1], block_of(cast(ScaleFormat, scale_format)))
     columns = get_backend(backend).columns
     s_MG = x_MK.new_empty(G, M, dtype=torch.float32).t() if columns else x_MK.new_empty(M, G, dtype=torch.float32)
     return x_MK.new_empty(x_MK.shape, dtype=torch.float8_e4m3fn), s_MG
@@ -332,7 +337,7 @@ def _traced_backward(
     kind, form = get_backend(backend), cast(ScaleFormat, scale_format)
     g_MN = g_MN.to(torch.bfloat16).contiguous()
     x = Quantized(q_MK, s_MG, "rows", form)
-    w = kind.quantize_weight(weight.to(torch.bfloat16).contiguous(), form) if wanted[0] else None
+    w = _quantize(kind, weight.to(torch.bfloat16).contiguous(), form) if wanted[0] else None
     dx, dw = kind.gradients(g_MN, x, w, (x_dtype, weight.dtype if wanted[1] else None))
     db = g_MN.sum(0, dtype=torch.float32).to(b_dtype) if wanted[2] else None
     dx, dw, db = (g_MN.new_empty(0) if t is None else t for t in (dx, dw, db))  # an operator cannot return None

@@ -9,38 +9,47 @@ from torch import Tensor
 
 from jetrl_patch.errors import explain
 
-# ---- The FP8 format, the block size and the two scale formats ------------------------------------
+# ---- The FP8 format, the block sizes and the scale formats ---------------------------------------
 # Source: Jet-RL (arXiv 2601.14243, section 4) for the granularity; DeepSeek-V3 (arXiv 2412.19437, section 3.3) for the blocks and
-# the name ``weight_scale_inv``.
+# the name ``weight_scale_inv``. "mxfp8" is MXFP8 of the OCP Microscaling Formats (MX) specification v1.0: e4m3 elements, and
+# a power of two for 32 of them along the contraction.
 
 BLOCK = 128
+MX_BLOCK = 32
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 #: lower bound of an amax. 1e-4, used elsewhere, would flush small gradients to zero. The scale is amax / 448, because its
 #: reciprocal 448 / amax overflows for a tiny amax
 AMAX_FLOOR = 1e-10
 
-ScaleFormat = Literal["pow2", "fp32"]
+ScaleFormat = Literal["pow2", "fp32", "mxfp8"]
 
 
-def groups(size: int) -> int:
-    """The number of groups of 128 that cover ``size`` elements. The last one may be partial."""
-    return -(-size // BLOCK)
+def block_of(scale_format: ScaleFormat) -> int:
+    """How many elements along the contraction share a scale."""
+    return MX_BLOCK if scale_format == "mxfp8" else BLOCK
 
 
-def split_width(K: int, splits: int) -> int:
+def groups(size: int, block: int = BLOCK) -> int:
+    """The number of groups of ``block`` that cover ``size`` elements. The last one may be partial."""
+    return -(-size // block)
+
+
+def split_width(K: int, splits: int, block: int = BLOCK) -> int:
     """The width of one of ``splits`` equal ranges of K. Raises ValueError if a range boundary cuts a block."""
-    if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
-        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    if splits < 1 or (splits > 1 and K % (splits * block)):
+        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {block}")
     return K // splits
 
 
 # ---- Checks of operands: a kernel computes addresses from sizes, so a wrong size would read other memory
 
-def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False) -> None:
+def check_fprop(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False, block: int = BLOCK
+) -> None:
     """Require e4m3 X [M, K] with FP32 scales [M, G] and W [N, K] with [N, G] on one device, and BF16 or FP32 output.
 
-    With ``blocks`` the scales of W are [ceil(N/128), G].
+    G is ceil(K / block). With ``blocks`` the scales of W are [ceil(N/128), G].
 
     Raises:
         TypeError: a dtype is wrong.
@@ -49,9 +58,9 @@ def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype:
     for name, q, s, rows in (("X", q_MK, s_MG, 1), ("W", w_NK, sw, BLOCK if blocks else 1)):
         if q.dtype != FP8 or s.dtype != torch.float32:
             raise TypeError(f"{name}: expected {FP8} with torch.float32 scales, found {q.dtype} with {s.dtype}")
-        if q.dim() != 2 or s.shape != (-(-q.shape[0] // rows), groups(q.shape[1])):
+        if q.dim() != 2 or s.shape != (-(-q.shape[0] // rows), groups(q.shape[1], block)):
             per = "row" if rows == 1 else f"{rows} rows"
-            raise ValueError(f"{name}: {list(q.shape)} needs one scale per {per} and 128 columns, found {list(s.shape)}")
+            raise ValueError(f"{name}: {list(q.shape)} needs one scale per {per} and {block} columns, found {list(s.shape)}")
     what = "an FP8 linear layer"
     if q_MK.shape[1] != w_NK.shape[1]:
         required, found = f"inputs of width {w_NK.shape[1]}, as its weight", f"width {q_MK.shape[1]}"

@@ -293,8 +293,11 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
         choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
         for align in choices:
             scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
+            if precision != UNIFIED and common.get("scale_format") == "mxfp8":  # the others have no such blocks
+                scales["scale_format"] = SETTINGS["scale_format"].default
             # with the same fixes in every row, rows differ only by their modes
-            wanted = Config(precision=precision, align=align, upstream_fixes=True, **scales, **common)  # type: ignore[arg-type]
+            named: dict[str, Any] = {"precision": precision, "align": align, "upstream_fixes": True}
+            wanted = Config(**{**named, **common, **scales})
             configs.append(wanted.resolved())
     return configs
 

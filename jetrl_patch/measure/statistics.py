@@ -114,13 +114,13 @@ FIELDS = ("amax", "saturated", "underflow", "sqnr", "slice_sqnr", "scale_min", "
 _PICK: tuple[Reduce, ...] = (max, max, max, min, min, min, max, max)
 
 
-def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True) -> Tensor:
+def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True, block: int = BLOCK) -> Tensor:
     """The fields of ``Figures`` as FP64 [8] on the tensor's device, without a GPU synchronization.
 
     Args:
         x_MK: the quantizer's input, BF16 [M, K].
         q_MK: e4m3 [M, K].
-        s_MG: FP32 scales of 1x128 groups [M, ceil(K/128)]; a weight's block scales repeated for every row.
+        s_MG: FP32 scales of 1 x ``block`` groups [M, ceil(K/block)]; a weight's block scales repeated for every row.
         slices: whether to compute ``slice_sqnr``.
     """
     M, K = x_MK.shape
@@ -129,7 +129,7 @@ def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True) -> Te
     rows = torch.zeros(2, M, dtype=torch.float64, device=x_MK.device)  # error, signal
     columns = torch.zeros(2, K, dtype=torch.float64, device=x_MK.device)
     for part in _chunks(x_MK):
-        found = _Chunk.of(x_MK[part], q_MK[part], s_MG[part])
+        found = _Chunk.of(x_MK[part], q_MK[part], s_MG[part], block)
         if found.amax_m.numel():
             amax = torch.maximum(amax, found.amax_m.amax())
         sums += found.counts_3m.sum(1)
@@ -221,9 +221,9 @@ class _Chunk(NamedTuple):
     squares_2mk: Tensor
 
     @classmethod
-    def of(cls, x_mK: Tensor, q_mK: Tensor, s_mG: Tensor) -> _Chunk:
+    def of(cls, x_mK: Tensor, q_mK: Tensor, s_mG: Tensor, block: int = BLOCK) -> _Chunk:
         x, q = x_mK.double(), q_mK.double()
-        s = s_mG.double().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+        s = s_mG.double().repeat_interleave(block, 1)[:, : x.shape[1]]
         y = q * s
         finite = torch.isfinite(x)
         ok = finite & torch.isfinite(y)
@@ -339,7 +339,7 @@ class Observer:
         self._figures["activation", name] = _figures(arguments[0], state, slices=True)
         if output.requires_grad and isinstance(module, Fp8Linear):
 
-            def keep(grad: Tensor) -> None:  # as DGrad quantizes it, in groups of 128 along N
+            def keep(grad: Tensor) -> None:  # as DGrad quantizes it, in groups along N
                 self._figures["gradient", name] = _figures(grad, state, slices=False)
 
             output.register_hook(keep)
@@ -368,7 +368,7 @@ def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
         x_MK = x_MK[_some(x_MK.shape[0], x.device)]
     x_MK = x_MK.to(torch.bfloat16).contiguous()
     x = state.backend.quantize_activation(x_MK, state.scale_format)
-    return measure(x_MK, x.q, x.s, slices=slices)
+    return measure(x_MK, x.q, x.s, slices, x.block)
 
 
 def _each(

@@ -66,29 +66,29 @@ def is_row_parallel(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in ROW_PARALLEL
 
 
-def is_cut(name: str, k: int, tp: int) -> bool:
+def is_cut(name: str, k: int, tp: int, block: int = BLOCK) -> bool:
     """Whether ``tp`` ranks of the rollout cut a block of the layer ``name``, which contracts over ``k``.
 
-    Trainer and rollout both decide by this function.
+    Trainer and rollout both decide by this function. ``block`` is ``formats.block_of`` the run's scale format.
     """
-    return tp > 1 and is_row_parallel(name) and k % (tp * BLOCK) != 0
+    return tp > 1 and is_row_parallel(name) and k % (tp * block) != 0
 
 
-def cut_words(layers: Sequence[str], tp: int) -> str:
+def cut_words(layers: Sequence[str], tp: int, block: int = BLOCK) -> str:
     """One line about the layers that ``on_cut="bf16"`` leaves in BF16, and why."""
     leaves = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
     return (
-        f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(layers)} layers ({leaves}; {layers[0]} to {layers[-1]}), "
+        f"tensor parallel size {tp} cuts a block of {block} in {len(layers)} layers ({leaves}; {layers[0]} to {layers[-1]}), "
         "which run in BF16 on both sides"
     )
 
 
-def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
-    """Raise ModelError for a tensor-parallel size that cuts a 128-block of a row-parallel layer. ``layers`` are (name, K)."""
-    split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp)]
+def check_splits(layers: Iterable[tuple[str, int]], tp: int, block: int = BLOCK) -> None:
+    """Raise ModelError for a tensor-parallel size that cuts a block of a row-parallel layer. ``layers`` are (name, K)."""
+    split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp, block)]
     if split:
         shown = ", ".join(split[:2]) + (f" and {len(split) - 2} more" if len(split) > 2 else "")
         raise ModelError(
-            f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(split)} layers: {shown}. Use a size that keeps "
-            f"K / size a multiple of {BLOCK}, or leave these layers in BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
+            f"tensor parallel size {tp} cuts a block of {block} in {len(split)} layers: {shown}. Use a size that keeps "
+            f"K / size a multiple of {block}, or leave these layers in BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
         )

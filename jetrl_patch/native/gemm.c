@@ -259,6 +259,7 @@ typedef struct {
     const uint8_t *x, *w, *packed;
     const float *sx, *sw;
     int64_t ldx, ldw, ldsw, M, N, K, G; /* ldx, ldw in bytes */
+    int64_t group;
     int fp8;
 } product;
 
@@ -289,8 +290,8 @@ INLINE void add_tile(const form as, int64_t rows, const float *x, int64_t ldx, c
 /* Add one group of K, at k, of the columns from n on, to total [rows][NT]. x: FP32, or pairs, with a row stride of ldx. */
 static void add_group(const product *p, const float *x, int64_t ldx, int64_t rows, int pairs, const float *sx, int64_t n,
                       int64_t k, int64_t count, const room *own, float *total) {
-    const int64_t cols = p->N - n < NT ? p->N - n : NT, size = p->fp8 ? 1 : 2;
-    for (int64_t j = 0; p->fp8 && j < NT; j++) own->sw[j] = j < cols ? p->sw[(n + j) * p->ldsw + k / GROUP] : 0.0f;
+    const int64_t cols = p->N - n < NT ? p->N - n : NT, size = p->fp8 ? 1 : 2, g = k / p->group;
+    for (int64_t j = 0; p->fp8 && j < NT; j++) own->sw[j] = j < cols ? p->sw[(n + j) * p->ldsw + g] : 0.0f;
     const uint8_t *codes = p->packed ? p->packed + n * p->K + k * NT : own->codes;
     if (!p->packed) lay_out(p->w + n * p->ldw + k * size, p->ldw, cols, count, (int)size, own->codes);
     const int clean = p->packed || !p->fp8 || !has_nan(codes, count * NT);
@@ -328,15 +329,17 @@ static void read_row(const uint8_t *from, int64_t K, int fp8, float *row) {
     for (; k < K; k++) row[k] = fp8 ? decode_e4m3(from[k]) : from_bf16(((const uint16_t *)from)[k]);
 }
 
-/* X: e4m3 with scales sx [M,G] (fp8 = 1) or bf16 (fp8 = 0); W likewise, with scales per row, sw [N,G]. `packed`: the output of
- * jetrl_pack if W has no NaN, or NULL. `splits` > 1 adds the partial sums of `splits` equal ranges of K in
- * ascending order, as the ranks of a tensor-parallel rollout do. out: FP32 (bf16 = 0) or BF16, rounded once. Returns 0, or 1
- * if out of memory. */
+/* X: e4m3 with scales sx [M,G] or, with a block of 0, bf16; W likewise, with scales per row, sw [N,G]. G = ceil(K/block), and a
+ * block is at most GROUP. `packed`: the output of jetrl_pack if W has no NaN, or NULL. `splits` > 1 adds the partial sums of `splits`
+ * equal ranges of K in ascending order, as the ranks of a tensor-parallel rollout do. out: FP32 (bf16 = 0) or BF16, rounded once.
+ * Returns 0, or 1 if out of memory. */
 int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64_t ldw, const float *sw,
-               int64_t ldsw, const uint8_t *packed, int64_t M, int64_t N, int64_t K, int fp8, int splits, int bf16, void *out,
+               int64_t ldsw, const uint8_t *packed, int64_t M, int64_t N, int64_t K, int block, int splits, int bf16, void *out,
                int threads) {
-    const int64_t size = fp8 ? 1 : 2, G = (K + GROUP - 1) / GROUP, width = splits > 1 ? K / splits : K;
-    const product p = {x, w, packed, sx, sw, ldx * size, ldw * size, ldsw, M, N, K, G, fp8};
+    const int fp8 = block != 0;
+    const int64_t size = fp8 ? 1 : 2, width = splits > 1 ? K / splits : K;
+    const int64_t group = fp8 ? block : GROUP, G = (K + group - 1) / group;
+    const product p = {x, w, packed, sx, sw, ldx * size, ldw * size, ldsw, M, N, K, G, group, fp8};
     const int64_t most = M < MTILE ? M : MTILE;
     const int64_t ldf = round_up(K, LANES) + LANES;  /* not a multiple of 4 KB, which would put all rows in one set of the L1 cache */
     float *xf = aligned_alloc(64, (size_t)(most * ldf * 4));
@@ -367,9 +370,9 @@ int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64
                     const int64_t end = (split + 1) * width;
                     float *total = split ? own.part : own.sum;
                     memset(total, 0, (size_t)(rows * NT * 4));
-                    for (int64_t k = split * width; k < end; k += GROUP)
-                        add_group(&p, xf + (pairs ? k / 2 : k), ldf, rows, pairs, sx ? sx + m * G + k / GROUP : 0, n, k,
-                                  end - k < GROUP ? end - k : GROUP, &own, total);
+                    for (int64_t k = split * width; k < end; k += group)
+                        add_group(&p, xf + (pairs ? k / 2 : k), ldf, rows, pairs, sx ? sx + m * G + k / group : 0, n, k,
+                                  end - k < group ? end - k : group, &own, total);
                     for (int64_t i = 0; split && i < rows * NT; i++) own.sum[i] += own.part[i];
                 }
                 const int64_t cols = N - n < NT ? N - n : NT;

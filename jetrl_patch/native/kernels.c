@@ -1,7 +1,7 @@
 /* CPU kernels of the exact FP8 mode.
  *
  * One rule holds for every function of the forward pass: the bits of an output row depend only on that row's inputs. (The groups of
- * jetrl_quantize_tokens and jetrl_quantize_blocks span 128 rows.) Sums have a fixed order. Tiles only decide when a row is computed,
+ * jetrl_quantize_tokens and jetrl_quantize_blocks span several rows.) Sums have a fixed order. Tiles only decide when a row is computed,
  * and threads split rows or columns, never a sum. So decoding one token and training on a packed batch give the same bits.
  *
  * Legend: M tokens, N output features, K input features, G = ceil(K/128) groups, T query tokens,
@@ -58,14 +58,14 @@ static __attribute__((noinline)) void encode_run(const uint16_t *restrict x, flo
     for (int64_t i = 0; i < n; i++) q[i] = encode_e4m3(from_bf16(x[i]) / scale);
 }
 
-/* X [M,K] bf16 -> q [M,K], s [M,G]: groups of 128 along a row. */
-void jetrl_quantize_rows(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int pow2,
+/* X [M,K] bf16 -> q [M,K], s [M,ceil(K/group)]: groups along a row. */
+void jetrl_quantize_rows(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int64_t group, int pow2,
                          uint8_t *q, float *s, int threads) {
-    const int64_t G = (K + GROUP - 1) / GROUP;
+    const int64_t G = (K + group - 1) / group;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
     for (int64_t m = 0; m < M; m++)
         for (int64_t g = 0; g < G; g++) {
-            const int64_t k = g * GROUP, n = K - k < GROUP ? K - k : GROUP;
+            const int64_t k = g * group, n = K - k < group ? K - k : group;
             const float scale = scale_of(amax_of(x + m * ldx + k, n), pow2);
             s[m * G + g] = scale;
             encode_run(x + m * ldx + k, scale, n, q + m * K + k);
@@ -83,13 +83,13 @@ static __attribute__((noinline)) void encode_columns(const uint16_t *restrict x,
     for (int64_t k = 0; k < n; k++) q[k] = encode_e4m3(from_bf16(x[k]) / s[k]);
 }
 
-/* X [M,K] bf16 -> q [M,K], s [ceil(M/128),K]: groups of 128 tokens, for WGrad. */
-void jetrl_quantize_tokens(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int pow2,
+/* X [M,K] bf16 -> q [M,K], s [ceil(M/group),K]: groups of tokens, for WGrad. */
+void jetrl_quantize_tokens(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int64_t group, int pow2,
                            uint8_t *q, float *s, int threads) {
-    const int64_t GM = (M + GROUP - 1) / GROUP;
+    const int64_t GM = (M + group - 1) / group;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && GM > 1)
     for (int64_t g = 0; g < GM; g++) {
-        const int64_t m0 = g * GROUP, m1 = m0 + GROUP < M ? m0 + GROUP : M;
+        const int64_t m0 = g * group, m1 = m0 + group < M ? m0 + group : M;
         float *sg = s + g * K;
         memset(sg, 0, (size_t)K * 4);
         for (int64_t m = m0; m < m1; m++) amax_columns(x + m * ldx, K, (uint32_t *)sg);

@@ -27,7 +27,7 @@
 #endif
 #define LANES 16
 #define PARTS (LANES / WIDTH)
-#define GROUP 128
+#define GROUP 128 /* the largest group */
 
 #define INLINE static inline __attribute__((always_inline))
 

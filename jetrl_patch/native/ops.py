@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.kernels.formats import FP8, check_fprop, groups, split_width
+from jetrl_patch.kernels.formats import BLOCK, FP8, check_fprop, groups, split_width
 from jetrl_patch.native.build import library, multiplies_bf16
 
 _BF16 = torch.bfloat16
@@ -54,13 +54,17 @@ def _checked(status: int) -> None:
         raise MemoryError("The native kernels could not allocate scratch memory. Use shorter sequences or smaller batches.")
 
 
-def quantize(x_MK: Tensor, layout: str, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize BF16 [M, K] to e4m3 [M, K] and FP32 scales, in layout "rows", "tokens" or "blocks" of ``backends.quantize``."""
+def quantize(x_MK: Tensor, layout: str, pow2: bool, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Quantize BF16 [M, K] to e4m3 [M, K] and FP32 scales, in layout "rows", "tokens" or "blocks" of ``backends.quantize``.
+
+    ``block`` values share a scale; "blocks" are always 128x128.
+    """
     x_MK = _rows(x_MK, _BF16, "w" if layout == "blocks" else "x")
     M, K = x_MK.shape
-    scales = {"rows": (M, groups(K)), "tokens": (groups(M), K), "blocks": (groups(M), groups(K))}[layout]
+    scales = {"rows": (M, groups(K, block)), "tokens": (groups(M, block), K), "blocks": (groups(M), groups(K))}[layout]
     q_MK, s = torch.empty(M, K, dtype=FP8), torch.empty(scales, dtype=torch.float32)
-    _call(f"jetrl_quantize_{layout}", x_MK, x_MK.stride(0), M, K, pow2, q_MK, s, _threads(M * K))
+    group = () if layout == "blocks" else (block,)
+    _call(f"jetrl_quantize_{layout}", x_MK, x_MK.stride(0), M, K, *group, pow2, q_MK, s, _threads(M * K))
     return q_MK, s
 
 
@@ -122,28 +126,30 @@ def fp8_gemm(
     out_dtype: torch.dtype,
     splits: int = 1,
     packed: Tensor | None = None,
+    block: int = BLOCK,
 ) -> Tensor:
-    """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc), in FP32 or rounded once to BF16.
+    """FProp: Y [M, N] = sum over blocks of fma(dot128, sX * sW, acc), in FP32 or rounded once to BF16.
 
     ``packed`` is the result of ``pack`` for this weight: the same bits, faster.
     """
-    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
+    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, block=block)
     q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
     w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
     N, K = w_NK.shape
-    split_width(K, splits)  # raises if that cuts a block
+    split_width(K, splits, block)  # raises if that cuts a block
     if packed is not None:
         _sized(packed, (-(-N // 32), K, 32), "packed")
-    return _gemm((q_MK, s_MG, w_NK, s_NG, packed), out_dtype, True, splits)
+    return _gemm((q_MK, s_MG, w_NK, s_NG, packed), out_dtype, block, splits)
 
 
 def _gemm(
-    operands: tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], out_dtype: torch.dtype, fp8: bool, splits: int
+    operands: tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], out_dtype: torch.dtype, block: int, splits: int
 ) -> Tensor:
+    """``block`` is 0 for BF16 operands."""
     x_MK, sx, w_NK, sw, packed = operands
     (M, K), N = x_MK.shape, w_NK.shape[0]
     out, ld_sw = torch.empty(M, N, dtype=out_dtype), 0 if sw is None else sw.stride(0)
-    how = (fp8, ctypes.c_int(splits), out_dtype == _BF16)
+    how = (ctypes.c_int(block), ctypes.c_int(splits), out_dtype == _BF16)
     matrices = (x_MK, x_MK.stride(0), sx, w_NK, w_NK.stride(0), sw, ld_sw, packed)
     _checked(_call("jetrl_gemm", *matrices, M, N, K, *how, out, _threads(M * N * K // 16)))
     return out
@@ -153,7 +159,7 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Y [M, N] = X W^T with BF16 operands and FP32 sums over ascending K, in FP32 or rounded once to BF16."""
     x_MK, w_NK = _rows(x_MK, _BF16, "x"), _rows(w_NK, _BF16, "w")
     _sized(w_NK, (w_NK.shape[0], x_MK.shape[1]), "w")
-    return _gemm((x_MK, None, w_NK, None, None), out_dtype, False, 1)
+    return _gemm((x_MK, None, w_NK, None, None), out_dtype, 0, 1)
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:

@@ -85,6 +85,8 @@ class Terms:
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Shape of the scales sent with a weight ``[N, K]``."""
         n, k = shape
+        if self.scale_format == "mxfp8":
+            return n, -(-k // 32)
         return (n, 1) if self.granularity == "channel" else (-(-n // 128), -(-k // 128))
 
 

@@ -222,7 +222,7 @@ def convert(
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
     if config.invariant_scale is not None and not reference:
         scale_once(model, config.invariant_scale)
-    backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
+    backend = choose_backend(config.backend, device_type, config.scale_format) if config.fp8_train else ""
     attention = chosen_attention(device_type) if config.exact else ""
     session.register(layers=layers, backend=backend, attention=attention)
     experts = expert_modules(model)

@@ -88,6 +88,21 @@ def test_fp8_products(shape: tuple[int, int, int], nan: bool, out_dtype: torch.d
     assert [bits(y) for y in found[: len(splits)]] == [bits(y) for y in found[len(splits) :]]
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (12, 40, 96)])
+def test_mxfp8_products(shape: tuple[int, int, int]) -> None:
+    M, N, K = shape
+    x, w = (ops.quantize(random(rows, K, seed=seed), "rows", True, 32) for rows, seed in ((M, 0), (N, 1)))
+
+    def compute() -> tuple[Tensor, ...]:
+        kinds = [(dtype, packed) for dtype in (BF16, torch.float32) for packed in (None, ops.pack(w[0]))]
+        results = [ops.fp8_gemm(*x, *w, dtype, 1, packed, 32) for dtype, packed in kinds]
+        return (*results, ops.fp8_gemm(*x, *w, torch.float32, 3, None, 32) if K == 96 else results[0])
+
+    same(compute)
+    found = compute()
+    assert bits(found[0]) == bits(found[1]) and bits(found[2]) == bits(found[3])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_products(shape: tuple[int, int, int]) -> None:
     M, N, K = shape
@@ -124,6 +139,8 @@ def test_quantizers(rows: int, width: int, pow2: bool) -> None:
             x[-1, -1] = special
         for layout in ("rows", "tokens", "blocks"):
             same(lambda layout=layout: ops.quantize(x, layout, pow2))
+        for layout in ("rows", "tokens"):
+            same(lambda layout=layout: ops.quantize(x, layout, True, 32))
 
 
 def test_every_bf16_value_is_quantized_alike() -> None:

@@ -12,6 +12,9 @@ SQNR_UNQUANTIZED = {
     ("dgrad", "fp32"): 27.0,
     ("wgrad", "pow2"): 25.0,  # x is quantized twice: 1x128 when saved, 128x1 in backward
     ("wgrad", "fp32"): 25.0,
+    ("fprop", "mxfp8"): 27.0,
+    ("dgrad", "mxfp8"): 27.0,
+    ("wgrad", "mxfp8"): 25.0,
 }
 #: minimum SQNR in dB of a mixture's experts (three quantized products) and of its gradients against FP64, from unquantized
 #: operands; the gradient of a routing weight is one number a token, so that errors average less

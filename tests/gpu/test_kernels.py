@@ -148,7 +148,7 @@ def model(device, monkeypatch):
     """A tiny Qwen3, prepared as a trainer's on a GPU."""
     jetrl_patch.enable(precision="fp8-unified", platform=device.type)
     if device.type == "cpu":
-        monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
+        monkeypatch.setattr(prepare, "choose_backend", lambda *asked: "triton")
         monkeypatch.setattr(dispatch, "configure", lambda *args: "triton")
     made = build("qwen3", num_hidden_layers=1 if device.type == "cpu" else 4).train().to(device)
     prepare.prepare_model(made, Config(precision="fp8-unified").resolved(), device_type="cuda")

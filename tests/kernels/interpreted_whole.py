@@ -27,7 +27,7 @@ IDS = torch.arange(2, 2 + sum(LENGTHS))[None]
 @pytest.fixture
 def model(monkeypatch):
     jetrl_patch.enable(precision="fp8-unified")
-    monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
+    monkeypatch.setattr(prepare, "choose_backend", lambda *asked: "triton")
     monkeypatch.setattr(dispatch, "configure", lambda *args: "triton")
     monkeypatch.setattr(dispatch, "_chosen", {"cpu": "triton", "cuda": "triton"})
     monkeypatch.setattr(dispatch, "attentions", {})

@@ -11,6 +11,7 @@ from jetrl_patch.kernels import (
     gemm_backward,
     gemm_common,
     gemm_grouped,
+    gemm_mx,
     head,
     kv_cache,
     mixture,
@@ -252,6 +253,19 @@ GEMM_DECODE = tuple(
 
 
 GEMM_ALL = GEMM + GEMM_DECODE
+
+
+#: for Blackwell, and therefore not in ``ALL``
+GEMM_MX = tuple(
+    Spec(
+        f"mx_{out}", gemm_mx.fprop_mx_kernel,
+        {"x": "*fp8e4nv", "w": "*fp8e4nv", "sx": "*u8", "sw": "*u8", "y": f"*{out}"}
+        | dict.fromkeys(("M", "N", "K", "G", "x_m", "w_n"), "i32"),
+        {"ROWS": gemm_mx.ROWS, "COLUMNS": gemm_mx.COLUMNS, "DEPTH": gemm_mx.DEPTH},
+        {"num_warps": gemm_mx.WARPS, "num_stages": gemm_mx.STAGES, **PINNED}, ("N", "K", "x_m", "w_n"),
+    )
+    for out in ("bf16", "fp32")
+)  # fmt: skip
 
 
 # ---- gemm_backward -------------------------------------------------------------------------------

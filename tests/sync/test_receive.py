@@ -118,6 +118,25 @@ def test_sides_that_compute_otherwise(field):
     assert engine.poisoned == 0  # refused before anything changed
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("mxfp8", "pow2"), ("pow2", "mxfp8")])
+def test_sides_with_blocks_of_other_sizes(theirs, ours):
+    """Refused at the manifest, before the first byte of a weight."""
+    manifest = _sent(terms=dataclasses.replace(TERMS, scale_format=theirs))[:1]
+    match = f"scale_format is '{theirs}' in the trainer and '{ours}' in the rollout"
+    _, engine = _fails(manifest, AuditError, match, terms=dataclasses.replace(TERMS, scale_format=ours))
+    assert engine.poisoned == 0 and not engine.tensors
+
+
+def test_scales_that_mxfp8_announces():
+    terms = dataclasses.replace(TERMS, scale_format="mxfp8")
+    items = dict(_sent(terms=terms))
+    expected = Manifest.decode(items[MANIFEST]).expected()
+    for name in (f"{layer}.weight" for layer in LAYERS):
+        N, K = items[name].shape
+        assert expected[name + "_scale_inv"] == ((N, -(-K // 32)), "float32")
+        assert tuple(items[name + "_scale_inv"].shape) == (N, -(-K // 32))
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [("", "2 ranges of experts"), ("2 ranges of columns", "2 ranges of experts")])
 def test_sides_that_group_the_sums_over_experts_otherwise(theirs, ours):
     items = _sent(terms=dataclasses.replace(TERMS, experts=theirs))

@@ -70,6 +70,19 @@ def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
 
 
+@pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3"])
+def test_mxfp8(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    """The values differ from those of 128-blocks."""
+    jetrl_patch.enable(precision="fp8-unified", scale_format="mxfp8")
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
+    samples = run(engine, job, [(1, 2), (7, 1), (32, 1)], 12)
+    assert_equal(job, samples, tokens=480)
+    jetrl_patch.disable()
+    jetrl_patch.enable(precision="fp8-unified")
+    found = apart(replace(job, config=jetrl_patch.status().config), samples)
+    assert 1e-3 < found.logp_abs_diff_mean < 0.2
+
+
 @pytest.mark.pins
 @pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3", "llama", "qwen3_moe"])
 def test_an_fp8_kv_cache(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:

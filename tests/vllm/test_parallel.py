@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
     ("variant", "tp", "settings"),
     [
         ("qwen3", 2, {}),
+        ("llama-mx-tp", 2, {"scale_format": "mxfp8"}),
         ("llama3-rope", 2, {"exclude": ("o_proj",)}),  # BF16 partial sums follow the same order
         ("tp4", 4, {}),  # two KV heads on four ranks: replicas
         ("qwen2", 4, {"on_cut": "bf16"}),  # four heads of 64 on four ranks cut o_proj's blocks
@@ -49,20 +50,22 @@ def receive(worker: Any, file: str) -> dict[str, int]:
     return result
 
 
-@pytest.mark.parametrize(("variant", "tp"), [("llama", 2), ("tp4", 4)])
+@pytest.mark.parametrize(
+    ("variant", "tp", "scale_format"), [("llama", 2, "pow2"), ("tp4", 4, "pow2"), ("llama-mx-tp", 2, "mxfp8")]
+)
 def test_bytes_on_all_ranks(
-    checkpoint: Callable[..., str], engine: Callable[..., Any], tmp_path: Path, variant: str, tp: int
+    checkpoint: Callable[..., str], engine: Callable[..., Any], tmp_path: Path, variant: str, tp: int, scale_format: str
 ) -> None:
     import torch
 
     from jetrl_patch.sync.protocol import Terms
 
     first, second = checkpoint(variant), checkpoint(variant, seed=1)
-    jetrl_patch.enable(precision="fp8-unified")
+    jetrl_patch.enable(precision="fp8-unified", scale_format=scale_format)
     config = jetrl_patch.status().config
     llm = engine(Job(model=first, config=config, tp=tp))
     backend = llm.collective_rpc("jetrl_report", kwargs={"digests": False})[0]["backend"]
-    terms = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend=backend)
+    terms = Terms(precision="fp8-unified", align="exact", scale_format=scale_format, backend=backend)
     torch.save(stream(second, config, terms), tmp_path / "stream")
     receipts = llm.collective_rpc(receive, args=(str(tmp_path / "stream"),))
     assert len(receipts) == tp
@@ -72,7 +75,7 @@ def test_bytes_on_all_ranks(
     found: dict[str, int] = {}
     for name, *_, value in pieces:
         found[name] = (found.get(name, 0) + value) % 2**64
-    assert found == expected(second, (), "pow2")
+    assert found == expected(second, (), scale_format)
 
 
 def test_a_worker_that_loaded_no_plugin_stops_the_engine(

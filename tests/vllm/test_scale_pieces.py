@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from jetrl_patch.adapters.vllm.formats import BlockScales, RowScales
+from jetrl_patch.adapters.vllm.formats import BlockScales, MxFp8, RowScales
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.errors import SyncError
@@ -37,8 +37,20 @@ def test_rows_of_one_block_must_agree():
     BlockScales().add_to(pieces, shard(100, 150), rows[100:150])
     assert len(pieces.read()) == 2
     BlockScales().add_to(pieces, shard(150, 300), rows[150:300])
-    with pytest.raises(SyncError, match=r"q\.weight_scale_inv: rows of one 128-block hold different scales"):
+    with pytest.raises(SyncError, match=r"q\.weight_scale_inv: rows of one block hold different scales"):
         pieces.read()
+
+
+def test_scales_of_mxfp8_tile_the_tensor_for_any_split():
+    """One scale per row and 32 columns, so that a split at column 224 cuts no block."""
+    scales, pieces, mx = torch.rand(ROWS, COLS // 32), Pieces(), MxFp8.scales
+    for row0, row1 in itertools.pairwise((0, 1, 100, 640, ROWS)):
+        for col0, col1 in ((0, 224), (224, COLS)):
+            mx.add_to(pieces, shard(row0, row1, col0, col1), scales[row0:row1, col0 // 32 : col1 // 32])
+    check_tiling("q.weight_scale_inv", (ROWS, COLS // 32), digest(scales), pieces.read())
+    assert not mx.cuts(224, COLS) and mx.cuts(208, COLS) and mx.cuts(16, 48)
+    with pytest.raises(SyncError, match=f"required {ROWS} block rows"):
+        mx.per_row(torch.rand(6, 4), ROWS, "q")
 
 
 def test_row_scales():

@@ -65,7 +65,12 @@ def worker_of(llm: Any) -> Any:
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("variant", "exclude", "scale_format"),
-    [("qwen2-odd", (), "pow2"), ("llama-odd", ("layers.1.mlp", "self_attn.o_proj"), "fp32"), ("smollm3", (), "pow2")],
+    [
+        ("qwen2-odd", (), "pow2"),
+        ("llama-odd", ("layers.1.mlp", "self_attn.o_proj"), "fp32"),
+        ("smollm3", (), "pow2"),
+        ("llama-odd", (), "mxfp8"),
+    ],
 )
 def test_bytes_in_the_engine_are_the_trainers(
     checkpoint: Callable[..., str],

@@ -142,7 +142,7 @@ def _device(config: Config, on_cpu: bool) -> Check:
     if not ok:
         return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
     fast, why = machine.check_hopper()
-    if fast or config.format is None:
+    if fast or config.format is None or config.scale_format == "mxfp8":  # then the check of the backend decides
         return Check("device", "ok", found)
     import torch
 
@@ -172,7 +172,7 @@ def _backend(config: Config, on_cpu: bool) -> Check:
     from jetrl_patch.backends import choose_backend
 
     try:
-        name = choose_backend(config.backend, "cpu" if on_cpu else "cuda")
+        name = choose_backend(config.backend, "cpu" if on_cpu else "cuda", config.scale_format)
     except ConfigError as error:
         return from_error("GEMM backend", error)
     if name == "torch":

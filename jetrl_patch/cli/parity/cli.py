@@ -124,7 +124,8 @@ def _measure(jobs: list[Job], verbose: bool, may_lack: bool, progress: Display) 
 
 def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
     """Print the tables and the lines under them. ``job`` holds the settings that all modes share."""
-    from jetrl_patch.models.layers import cut_words  # imports torch, which ``_jobs`` has required by now
+    from jetrl_patch.kernels.formats import block_of  # imports torch, which ``_jobs`` has required by now
+    from jetrl_patch.models.layers import cut_words
 
     console = Console()
     title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
@@ -145,8 +146,8 @@ def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
         console.print(_costs(results))
     for line in lacking:
         console.print(line, markup=False, highlight=False)
-    for cut in dict.fromkeys(tuple(r["cut_layers"]) for r in results if r["cut_layers"]):
-        console.print(cut_words(cut, job.tp))
+    for cut, scales in dict.fromkeys((tuple(r["cut_layers"]), r["scale_format"]) for r in results if r["cut_layers"]):
+        console.print(cut_words(cut, job.tp, block_of(scales)))
 
 
 def _mode(precision: str, align: str) -> str:
