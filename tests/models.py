@@ -68,6 +68,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {
         **DELTA_NET,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],  # vLLM's own configuration would leave out
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 256,
         "num_experts": 8,
@@ -169,6 +170,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "attention_bias": True,
             "use_qk_norm": False,
+        },
+    ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-tp": ("qwen3_next", {"moe_intermediate_size": 256}),
+    "qwen3_next-odd": (  # of the blocks, the second is dense and has attention
+        "qwen3_next",
+        {
+            "hidden_size": 320,
+            "intermediate_size": 1000,
+            "moe_intermediate_size": 200,
+            "shared_expert_intermediate_size": 136,
+            "num_experts": 5,
+            "mlp_only_layers": [1],
+            "linear_key_head_dim": 48,
+            "linear_value_head_dim": 80,
         },
     ),
     "qwen2-odd": (

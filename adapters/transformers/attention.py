@@ -104,7 +104,8 @@ def _is_same(held: weakref.ref[Tensor] | None, tensor: Tensor | None) -> bool:
     return held is tensor if held is None or tensor is None else held() is tensor
 
 
-_last = _LastLayout()
+#: the layout of a batch with this mask and these positions: see ``find_layout``
+batch_layout = _LastLayout().get
 
 
 def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> _Layout:
@@ -162,7 +163,7 @@ def exact_attention(
         )
     if dropout:
         raise ModelError(f"{NAME} has no dropout, found attention dropout {dropout}")
-    layout = _last.get(attention_mask, kwargs.get("position_ids"), (B, T))
+    layout = batch_layout(attention_mask, kwargs.get("position_ids"), (B, T))
     q, k, v = (t.transpose(1, 2).reshape(B * T, -1, t.shape[-1]) for t in (query, key, value))
     if layout.places is not None:
         q, k, v = (t[layout.places] for t in (q, k, v))

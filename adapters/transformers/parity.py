@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_patch.adapters.transformers.attention import ExactLatentAttention, share_sequences
+from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm
 from jetrl_patch.adapters.transformers.prepare import prepare_model, to_bf16
 from jetrl_patch.exact import modules
 from jetrl_patch.exact.latent import ExactAbsorbed
@@ -122,11 +123,12 @@ def log_probs(
 
 #: op -> its exact modules; the other ops have none
 _MODULES: dict[str, tuple[type, ...]] = {
-    "norms": (modules.ExactNorm,),
+    "norms": (modules.ExactNorm, ExactOnePlusNorm, ExactGatedNorm),
     "RoPE": (modules.ExactRotary,),
     "activation": (modules.ExactMLP,),
     "attention": (ExactLatentAttention, ExactAbsorbed),  # other kinds have an entry in transformers' registry
     "router": (modules.ExactRouter, modules.ExactSigmoidRouter, modules.ExactScores, modules.ExactChoice),
+    "delta net": (ExactDeltaNet,),
     "lm_head": (modules.ExactLinear,),
 }
 

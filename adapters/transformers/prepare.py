@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from jetrl_patch import session
 from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention
+from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm, pass_positions
 from jetrl_patch.adapters.transformers.fused import add_in_norms, fuse, fuse_exact, rotate_together
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import dispatch, latent, modules, ops, tower
+from jetrl_patch.exact import delta_net, dispatch, latent, modules, ops, tower
 from jetrl_patch.exact.modules import check_family, swap
 from jetrl_patch.exact.trial import choose_attention
 from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
@@ -29,7 +30,7 @@ from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
-from jetrl_patch.models.structure import check_device, text_config
+from jetrl_patch.models.structure import check_device, has_delta_nets, text_config
 
 # ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
@@ -178,6 +179,8 @@ def prepare_model(
         kinds = _check_exact(model)
         latent.check_latent(model.config, config.kv_cache, device_type)
         dispatch.configure(config.backend, device_type, config.scale_format)
+        if has_delta_nets(model.config):
+            delta_net.require_kernels(device_type)
         text = text_config(model.config)
         heads = text.num_attention_heads
         shared = getattr(text, "num_key_value_heads", None) or heads
@@ -237,7 +240,9 @@ def _check_exact(model: Any) -> dict[str, type]:
         kinds[family.router] = modules.ExactSigmoidRouter if family.chooser else modules.ExactRouter
     if family.absorbed:
         kinds[family.attention] = ExactLatentAttention
-    known_kinds = {*kinds, *family.experts}
+    if family.delta_net:
+        kinds |= {family.norm: ExactOnePlusNorm, family.gated_norm: ExactGatedNorm, family.delta_rule: ExactDeltaNet}
+    known_kinds = {*kinds, *family.experts, *(("Conv1d",) if family.delta_net else ())}
     for name, module in model.named_modules():
         if in_tower(name):
             if _is_tower(name):
@@ -268,6 +273,8 @@ def _make_exact(model: Any, kinds: dict[str, type], rollout_tp: int) -> None:
         elif type(module) is nn.Linear:
             modules.swap(module, modules.ExactLinear)
             module.jetrl_splits = rollout_tp if is_row_parallel(name) else 1
+        if hasattr(module, "linear_attn"):
+            module.register_forward_pre_hook(pass_positions, with_kwargs=True)
     text_config(model.config)._attn_implementation = NAME
 
 

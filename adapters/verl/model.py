@@ -61,7 +61,7 @@ def prepare(module: Any, config: Config, engine: Any) -> Prepared:
     from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
     if config.quantized_rollout:
-        vision.check_worker(module.config, engine)  # for a model whose folder the driver could not read
+        vision.check_worker(module.config, engine, config.exact)  # for a model whose folder the driver could not read
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}

@@ -217,7 +217,7 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if hf_config is None:
         return
     yield from ulysses.model_problems(select, hf_config)
-    yield from vision.problems(select, hf_config)
+    yield from vision.problems(select, hf_config, config.exact)
     yield from raised(lambda: lora.check_model(hf_config, select, config))
     if config.exact:
         from jetrl_patch.exact.latent import check_latent  # with torch

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 # A packed row therefore needs its sequence boundaries. Without them a sequence silently starts with the state of the previous
 # one. verl passes boundaries to its own forward of vision-language models, which splits a row if the delta rule does not take
 # them. It looks for an argument's name, but transformers' own rule, used without flash-linear-attention, accepts any name through
-# ``**kwargs`` and ignores it. Text models with delta nets get no boundaries from verl.
+# ``**kwargs`` and ignores it. Text models with delta nets get no boundaries from verl; in exact mode they find them themselves.
 
 _REMOVE = f"{MODEL}.use_remove_padding"
 
 
-def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding") -> None:
-    """Raise ModelError for packed rows of a text model with delta nets."""
-    if packed and has_delta_nets(hf_config) and not is_vision_language(hf_config):
+def check_packing(hf_config: Any, packed: bool, exact: bool, what: str = "use_remove_padding") -> None:
+    """Raise ModelError for packed rows of a text model with delta nets, unless exact mode gives these the positions."""
+    if packed and not exact and has_delta_nets(hf_config) and not is_vision_language(hf_config):
         required = "one sequence per row (in a packed row each delta net would start with the state of the previous sequence)"
         found = f"True, with model_type={hf_config.model_type!r}"
         raise ModelError(explain(what, required=required, found=found, fix="set it to false"))
@@ -54,9 +54,9 @@ def accepts(original: Any, fn: Any, name: str) -> bool:
 _HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
-def problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
+def problems(select: Select, hf_config: Any, exact: bool) -> Iterator[JetrlError]:
     """Yield an error for each setting that is wrong or untested with delta nets or a vision tower."""
-    yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), named(_REMOVE)))
+    yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), exact, named(_REMOVE)))
     if select(logprob.USED):
         yield from raised(lambda: logprob.check_fused(select(logprob.IMPLEMENTATION), hf_config))
     if is_vision_language(hf_config) and select(_HYBRID) is False:
@@ -65,10 +65,10 @@ def problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
         yield ConfigError(explain(named(_HYBRID), required=required, found="False", fix=fix))
 
 
-def check_worker(hf_config: Any, engine: Any) -> None:
+def check_worker(hf_config: Any, engine: Any, exact: bool) -> None:
     """Raise the errors of ``problems`` in a worker, for a model whose config.json the driver could not read."""
     ulysses.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
-    check_packing(hf_config, bool(engine.model_config.use_remove_padding))
+    check_packing(hf_config, bool(engine.model_config.use_remove_padding), exact)
     if engine.model_config.use_fused_kernels:
         logprob.check_fused(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
 
@@ -280,7 +280,7 @@ VISION: tuple[Patch, ...] = (
     Patch(
         "verl.models.transformers.qwen3_5", "_call_accepts_kwarg", accepts,
         reason="verl passes packed-sequence boundaries to transformers' own delta rule, which ignores them, so state leaks "
-        "from one sequence to the next. Text models get no boundaries, so packed rows are an error for them",
+        "from one sequence to the next. Text models get no boundaries: outside exact mode packed rows are an error for them",
         upstream="https://github.com/huggingface/transformers/issues/46093",
         remove_when="verl's _call_accepts_kwarg ignores **kwargs, or transformers' torch_chunk_gated_delta_rule obeys cu_seqlens",
         fixes="verl",

@@ -101,6 +101,19 @@ def routes_error(what: str = "enable_return_routed_experts with a quantized roll
     return VersionError(explain(what, required=wanted, found=found, fix=fix))
 
 
+def delta_net_problems(vllm_config: VllmConfig) -> list[str]:
+    """Return what exact gated delta nets do not support of this vLLM and its cache of states."""
+    cache: Any = vllm_config.cache_config
+    mode, dtype = getattr(cache, "mamba_cache_mode", "none"), cache.mamba_ssm_cache_dtype
+    problems = {
+        f"mamba_cache_mode={mode!r}": mode not in ("none", "align"),
+        f"mamba_ssm_cache_dtype={dtype!r}": dtype != "float32",
+        f"mamba_cache_dtype={cache.mamba_cache_dtype!r}": cache.mamba_cache_dtype not in ("auto", "bfloat16"),
+        "use_replayssm": bool(getattr(cache, "use_replayssm", False)),
+    }
+    return [what for what, there in problems.items() if there]
+
+
 def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """View the cache of vLLM's Triton backend as keys and values, each ``[blocks, block size, KH, D]``.
 

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.arguments import kv_cache_error
-from jetrl_patch.adapters.vllm.compat import backends_per_kind, routes_error, sampling_switches, sequence_parallel
+from jetrl_patch.adapters.vllm.compat import (
+    backends_per_kind,
+    delta_net_problems,
+    routes_error,
+    sampling_switches,
+    sequence_parallel,
+)
 from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.quant import quantization_name
@@ -141,6 +147,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         choose_attention(args)
         # vLLM then refuses videos, which have not been tried
         args.limit_mm_per_prompt = {**(args.limit_mm_per_prompt or {}), "video": 0}
+        if args.mamba_ssm_cache_dtype == "auto":  # of gated delta nets; rounding a state would give it other bits
+            args.mamba_ssm_cache_dtype = "float32"
     args.quantization = ours
     if config.exact and not _on_cpu() and asks_for_graphs(args, config):
         capture_decoding(args, config)
@@ -257,11 +265,16 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
 
 
 def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    from jetrl_patch.exact.delta_net import require_kernels
     from jetrl_patch.exact.modules import check_family
 
     model = vllm_config.model_config
     device_problems(vllm_config)
     family = check_family(hf_config)
+    if family.delta_net:
+        require_kernels(str(current_platform.device_type))
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
@@ -275,7 +288,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         ),
     }
     split = [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]
-    if found := _present(problems) + sampling_switches(vllm_config) + split:
+    states = delta_net_problems(vllm_config) if family.delta_net else []
+    if found := _present(problems) + sampling_switches(vllm_config) + split + states:
         why = "trainer and rollout would differ. Turn it off, or use align='linear'."
         raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
 

@@ -15,8 +15,9 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import De
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, apply_interleaved_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
+from jetrl_patch import session
 from jetrl_patch.adapters.vllm.formats import logger
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.adapters.vllm.shards import hf_name
@@ -195,6 +196,17 @@ class ExactHeadMethod(UnquantizedEmbeddingMethod):
         product = ops.head_linear_fp32 if self.fp32 else ops.linear
         logits = product(x, layer.weight.data)
         return logits if bias is None else logits + bias
+
+
+class ExactHead(ParallelLMHead):
+    """Replaces ``ParallelLMHead``: some vLLM models build it without a quantization."""
+
+    quant_method: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.quant_method) is UnquantizedEmbeddingMethod:
+            self.quant_method = ExactHeadMethod(session.active_config().fp32_head)
 
 
 @register_weight_loader_v2_supported_method

@@ -22,10 +22,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from jetrl_patch import session
+from jetrl_patch.adapters.vllm import delta_net
 from jetrl_patch.adapters.vllm.compat import latent_backends
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-from jetrl_patch.adapters.vllm.ops import OPS, ExactHeadMethod, ExactLinearMethod
+from jetrl_patch.adapters.vllm.ops import OPS, ExactHead, ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactReplicatedLinear, ExactRowParallelLinear
 from jetrl_patch.adapters.vllm.shards import hf_name, hf_names
 from jetrl_patch.config import Config
@@ -217,8 +218,9 @@ def _quantization(name: str, journal: Journal) -> None:
 def _exact(journal: Journal) -> None:
     rounding = "the order and rounding of Hugging Face models"
     for name, (op, reason) in {
-        **{name: (op, rounding) for name, op in OPS.items()},
+        **{name: (op, rounding) for name, op in (OPS | delta_net.OPS).items()},
         "RowParallelLinear": (ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order"),
+        "ParallelLMHead": (ExactHead, "heads that are built without a quantization"),
         "ReplicatedLinear": (ExactReplicatedLinear, "routers that are built without a quantization"),
         "GateLinear": (ExactGateLinear, "routers whose kernel depends on the GPU and the number of rows"),
     }.items():

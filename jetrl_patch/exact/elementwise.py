@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_patch.backends.gpu import written
 from jetrl_patch.exact.dispatch import implementation, kernel_for, kernels_serve
+from jetrl_patch.native import ops
 
 # ---- A norm passes its input on to the block's residual: an attribute of its result, so hooks and wrappers still see a tensor
 
@@ -32,14 +33,17 @@ def passed(norm: Any, x: Tensor) -> tuple[Any, Tensor]:
 
 
 # ---- RMSNorm in the rounding order of Hugging Face models: y = bf16(w * bf16(x / rms(x))) --------
+# Some families multiply by 1 + weight, and round once: y = bf16((1 + w) * (x / rms(x))). Triton has no kernel for these.
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, passes: bool) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, passes: bool, one_plus: bool = False) -> Any:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         w_K = weight.detach().to(torch.bfloat16)
-        rms_norm_kernel = kernel_for("rms_norm", x)
-        if rms_norm_kernel is not None:
+        if one_plus:
+            y, rstd = _one_plus_norm(x_MK, w_K, eps)
+            w_K = 1 + w_K.float()
+        elif (rms_norm_kernel := kernel_for("rms_norm", x)) is not None:
             y, rstd = rms_norm_kernel(x_MK, w_K, eps)
         else:  # FP64 sums, whose order changes the FP32 result of about one row in 10^8
             exact = x_MK.double()
@@ -53,7 +57,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         kernel = implementation(next(g for g in grad_outputs if g is not None)) == "triton"
-        return *rms_norm_gradients(ctx, kernel, *grad_outputs), None, None
+        return *rms_norm_gradients(ctx, kernel, *grad_outputs), None, None, None
+
+
+def _one_plus_norm(x_MK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if implementation(x_MK) == "native":
+        return ops.rms_norm(x_MK, w_K, eps, one_plus=True)
+    rstd = (x_MK.double().pow(2).mean(-1) + eps).rsqrt().float()
+    return ((1 + w_K.float()) * (x_MK.float() * rstd.unsqueeze(-1))).to(torch.bfloat16), rstd
 
 
 def rms_norm_gradients(
@@ -91,9 +102,12 @@ def rms_norm_gradients(
     return dx, None if dw is None else dw.to(ctx.w_dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension of x [..., K], which is converted to BF16, with a weight [K]: BF16 [..., K]."""
-    result: Tensor = _RMSNorm.apply(x, weight, eps, False)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
+    """RMSNorm over the last dimension of x [..., K], which is converted to BF16, with a weight [K]: BF16 [..., K].
+
+    ``one_plus``: whether it multiplies by 1 + weight.
+    """
+    result: Tensor = _RMSNorm.apply(x, weight, eps, False, one_plus)
     return result
 
 

@@ -74,7 +74,7 @@ def standard_error(difference: Tensor, samples: Sequence[Sample]) -> float | Non
 # ---- What each op adds to the mismatch, over the depth of the model and the length of the response
 
 #: what exact mode makes equal, in the order of ``jetrl parity --explain``
-OPS = ("FP8 linears", "norms", "RoPE", "activation", "router", "attention", "lm_head", "log-softmax")
+OPS = ("FP8 linears", "norms", "RoPE", "activation", "router", "attention", "delta net", "lm_head", "log-softmax")
 #: equal parts of a response, from its first token to its last
 PARTS = 4
 

@@ -47,9 +47,16 @@ _VISION: dict[Part, str] = {
 }
 
 #: for every family with gated delta nets
-_STATE = "its gated delta nets, whose states pass from token to token, have no ops that both sides share"
 _ONE_PLUS = "its norms multiply by 1 + weight"
-_DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
+_DELTA_NET: dict[Part, str] = {"scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
+_DELTA_SETTINGS = (
+    Setting("layer_types", ("full_attention", "linear_attention"), WINDOW),
+    Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+    Setting("qkv_bias", (False,), _NO_BIAS),
+    Setting("attn_output_gate", (True,), "the trainer always gates the output of attention"),
+    Setting("output_gate_type", ("silu", "swish"), "the trainer gates the output of a delta net by SiLU"),
+    Setting("layer_scale", (False,), "the trainer does not scale layers"),
+)
 #: for the family with latent attention
 _always = functools.partial(Setting, everywhere=True)
 _NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
@@ -77,8 +84,10 @@ LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fu
 
 
 def _family(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
-    """A record with ``settings`` in addition to those of every family."""
-    return Family(model_type, classes, title, settings=(*SETTINGS, *settings), **fields)
+    """A record with ``settings`` in addition to those of every family, or instead of those for the same keys."""
+    own = {setting.key for setting in settings}
+    common = (setting for setting in SETTINGS if setting.key not in own)
+    return Family(model_type, classes, title, settings=(*common, *settings), **fields)
 
 
 def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
@@ -189,7 +198,7 @@ _RECORDS = (
         readers={**READERS, "input_layernorm": (*READERS["input_layernorm"], *_IN)},
         merged=(QKV, GATE_UP, *_IN_MERGED),
         row_parallel={**_OUTPUT, **_OUT, "mlp.down_proj": "intermediate_size"},
-        uncovered=_DELTA_NET,
+        uncovered={**_DELTA_NET, "exact": _VISION["exact"]},
         tower="visual",
         delta_net=True,
     ),
@@ -198,15 +207,18 @@ _RECORDS = (
         readers={"input_layernorm": (*READERS["input_layernorm"], *_IN)},
         merged=(QKV, GATE_UP, *_IN_MERGED),
         row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
-        uncovered=_DELTA_NET,
+        uncovered={**_DELTA_NET, "exact": _VISION["exact"]},
         tower="visual",
         delta_net=True,
     ),
     _with_experts(
         "qwen3_next", "Qwen3Next", "Qwen3-Next",
+        *_DELTA_SETTINGS,
+        _NOT_TIED,
         readers={"input_layernorm": (*READERS["input_layernorm"], "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
         row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
-        uncovered=_DELTA_NET,
+        uncovered=_EXPERTS | _DELTA_NET,
+        partial_rotary=True,
         delta_net=True,
     ),
     _with_experts(

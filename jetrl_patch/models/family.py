@@ -115,7 +115,8 @@ class Family:
         tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
             layers stay in BF16 on both sides.
         delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that the tokens of
-            a sequence update one after the other. ``layer_types`` of the configuration says which.
+            a sequence update one after the other. ``layer_types`` of the configuration says which. The norms of such a model
+            multiply by 1 + weight.
         absorbed: of latent attention (MLA), the linear that makes keys and values from what they are compressed to; empty for
             other attention. In decoding, vLLM does not call this layer. It multiplies queries and outputs by the halves of its
             weight, in BF16, so the layer stays in BF16 on both sides.
@@ -165,6 +166,15 @@ class Family:
     @property
     def rotary(self) -> str:
         return f"{self.prefix}{self.text}RotaryEmbedding"
+
+    @property
+    def delta_rule(self) -> str:
+        return f"{self.prefix}GatedDeltaNet"
+
+    @property
+    def gated_norm(self) -> str:
+        """The norm of a delta net's output, the only one that multiplies by its weight alone."""
+        return f"{self.prefix}RMSNormGated"
 
     @property
     def experts(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _COMPILER, _CACHE = "C compiler for the native CPU kernels", "cache of the native CPU kernels"
 _INSTALL, _REPAIR = (f'{do}, or use backend="torch" (slower, the same contract)' for do in ("install one", "repair the compiler"))
 _HASH = hashlib.sha256
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "digest.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "delta.c", "digest.c"))
 HEADER = Path(__file__).with_name("numbers.h")
 # The sources write each FMA explicitly. A compiler that turned a * b + c into one would change bits.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")

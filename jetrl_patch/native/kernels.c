@@ -10,20 +10,6 @@
  */
 #include "numbers.h"
 
-INLINE float lane_sum(lanes a) {  /* a fixed summation tree: lane i and i + 8, then i and i + 4, i and i + 2, i and i + 1 */
-    typedef float v4 __attribute__((vector_size(16)));
-#if WIDTH == 16
-    const __m256 t = _mm256_add_ps(_mm512_castps512_ps256((__m512)a.part[0]), _mm512_extractf32x8_ps((__m512)a.part[0], 1));
-    const v4 u = (v4)_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
-#elif WIDTH == 8
-    const __m256 t = (__m256)(a.part[0] + a.part[1]);
-    const v4 u = (v4)_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
-#else
-    const v4 u = (a.part[0] + a.part[2]) + (a.part[1] + a.part[3]);
-#endif
-    return (u[0] + u[2]) + (u[1] + u[3]);
-}
-
 static inline uint8_t encode_e4m3(float y) {  /* saturating round to nearest even; NaN -> 0x7f */
     uint32_t b = as_bits(y), sign = (b >> 24) & 0x80u, a = b & 0x7fffffffu;
     uint32_t normal = (a + 0x7ffffu + ((a >> 20) & 1u) - (120u << 23)) >> 20;
@@ -160,32 +146,9 @@ uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
 
 /* ---- ops between the linears -------------------------------------------------------------- */
 
-INLINE vf exp_v(vf x) {  /* FP32 exp, accurate to about 1 ulp: 0 below -87.3, inf above 88, NaN for NaN */
-    const vi low = x < -87.3f, high = x > 88.0f, nan = x != x;
-    const vf c = pick(high, all(88.0f), pick(low, all(-87.3f), x));
-    const vf magic = all(12582912.0f);  /* 1.5 * 2^23: adding it rounds to an integer */
-    const vf n = fma_v(c, all(1.44269504088896341f), magic) - magic;
-    const vf r = fma_v(n, all(2.12194440e-4f), fma_v(n, all(-0.693359375f), c));
-    vf p = all(1.9875691500e-4f);
-    p = fma_v(p, r, all(1.3981999507e-3f));
-    p = fma_v(p, r, all(8.3334519073e-3f));
-    p = fma_v(p, r, all(4.1665795894e-2f));
-    p = fma_v(p, r, all(1.6666665459e-1f));
-    p = fma_v(p, r, all(5.0000001201e-1f));
-    p = fma_v(p, r * r, r) + 1.0f;
-    const vf y = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
-    return pick(nan, x, pick(high, all(INFINITY), pick(low, (vf){0}, y)));
-}
-
-/* The first n of WIDTH values of BF16, then zeros */
-INLINE vf load_edge(const uint16_t *x, int64_t n) {
-    uint16_t edge[WIDTH] = {0};
-    memcpy(edge, x, (size_t)(n * 2));
-    return load_bf16(edge);
-}
-
-/* Y = bf16(w * bf16(x * rsqrt(mean(x^2) + eps))), the rounding order of Hugging Face models. */
-void jetrl_rms_norm(const uint16_t *x, const uint16_t *w, int64_t M, int64_t K, float eps, uint16_t *y,
+/* Y = bf16(w * bf16(x * rsqrt(mean(x^2) + eps))), the rounding order of Hugging Face models; with `plus`, of those that multiply
+ * by 1 + w: bf16((1 + w) * (x * rsqrt(...))). */
+void jetrl_rms_norm(const uint16_t *x, const uint16_t *w, int64_t M, int64_t K, float eps, int plus, uint16_t *y,
                     float *rstd, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
     for (int64_t m = 0; m < M; m++) {
@@ -203,7 +166,10 @@ void jetrl_rms_norm(const uint16_t *x, const uint16_t *w, int64_t M, int64_t K, 
         }
         const float r = 1.0f / sqrtf(lane_sum(sum) / (float)K + eps);
         if (rstd) rstd[m] = r;
-        for (int64_t i = 0; i < K; i++) y[m * K + i] = to_bf16(from_bf16(w[i]) * from_bf16(to_bf16(from_bf16(row[i]) * r)));
+        if (plus)
+            for (int64_t i = 0; i < K; i++) y[m * K + i] = to_bf16((1.0f + from_bf16(w[i])) * (from_bf16(row[i]) * r));
+        else
+            for (int64_t i = 0; i < K; i++) y[m * K + i] = to_bf16(from_bf16(w[i]) * from_bf16(to_bf16(from_bf16(row[i]) * r)));
     }
 }
 

@@ -57,6 +57,39 @@ INLINE vf fma_v(vf a, vf b, vf c) {
 INLINE vf all(float x) { return x - (vf){0}; }  /* not +: -0.0f stays */
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
+typedef struct { vf part[PARTS]; } lanes;  /* LANES values */
+
+INLINE float lane_sum(lanes a) {  /* a fixed summation tree: lane i and i + 8, then i and i + 4, i and i + 2, i and i + 1 */
+    typedef float v4 __attribute__((vector_size(16)));
+#if WIDTH == 16
+    const __m256 t = _mm256_add_ps(_mm512_castps512_ps256((__m512)a.part[0]), _mm512_extractf32x8_ps((__m512)a.part[0], 1));
+    const v4 u = (v4)_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+#elif WIDTH == 8
+    const __m256 t = (__m256)(a.part[0] + a.part[1]);
+    const v4 u = (v4)_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+#else
+    const v4 u = (a.part[0] + a.part[2]) + (a.part[1] + a.part[3]);
+#endif
+    return (u[0] + u[2]) + (u[1] + u[3]);
+}
+
+INLINE vf exp_v(vf x) {  /* FP32 exp, accurate to about 1 ulp: 0 below -87.3, inf above 88, NaN for NaN */
+    const vi low = x < -87.3f, high = x > 88.0f, nan = x != x;
+    const vf c = pick(high, all(88.0f), pick(low, all(-87.3f), x));
+    const vf magic = all(12582912.0f);  /* 1.5 * 2^23: adding it rounds to an integer */
+    const vf n = fma_v(c, all(1.44269504088896341f), magic) - magic;
+    const vf r = fma_v(n, all(2.12194440e-4f), fma_v(n, all(-0.693359375f), c));
+    vf p = all(1.9875691500e-4f);
+    p = fma_v(p, r, all(1.3981999507e-3f));
+    p = fma_v(p, r, all(8.3334519073e-3f));
+    p = fma_v(p, r, all(4.1665795894e-2f));
+    p = fma_v(p, r, all(1.6666665459e-1f));
+    p = fma_v(p, r, all(5.0000001201e-1f));
+    p = fma_v(p, r * r, r) + 1.0f;
+    const vf y = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    return pick(nan, x, pick(high, all(INFINITY), pick(low, (vf){0}, y)));
+}
+
 /* ---- BF16 --------------------------------------------------------------------------------- */
 
 static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
@@ -80,6 +113,13 @@ INLINE vi round_bf16(vf x) {  /* the same in each lane, in the low half */
     return (r & ~nan) | (0x7fc0 & nan);
 }
 
+/* The first n of WIDTH values of BF16, then zeros */
+INLINE vf load_edge(const uint16_t *x, int64_t n) {
+    uint16_t edge[WIDTH] = {0};
+    memcpy(edge, x, (size_t)(n * 2));
+    return load_bf16(edge);
+}
+
 /* ---- e4m3fn ------------------------------------------------------------------------------- */
 
 static inline float decode_e4m3(uint8_t q) {
@@ -89,8 +129,6 @@ static inline float decode_e4m3(uint8_t q) {
     v = a == 0x7fu ? as_float(0x7fc00000u) : v;
     return q & 0x80u ? -v : v;
 }
-
-typedef struct { vf part[PARTS]; } lanes;  /* LANES values */
 
 /* LANES codes -> values divided by SMALLER, exactly; NaN becomes 480 / SMALLER. */
 #if WIDTH > 4

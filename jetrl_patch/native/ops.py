@@ -7,7 +7,7 @@ D head width, V width of a value, R requests.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,13 +169,16 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return torch.mm(a_MK, b_KN)
 
 
-def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm over K, y = bf16(w * bf16(x / rms(x))). Returns y [M, K] BF16 and 1/rms [M] FP32."""
+def rms_norm(x_MK: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> tuple[Tensor, Tensor]:
+    """RMSNorm over K, y = bf16(w * bf16(x / rms(x))). Returns y [M, K] BF16 and 1/rms [M] FP32.
+
+    With ``one_plus``, y = bf16((1 + w) * (x / rms(x))).
+    """
     x_MK, weight = _rows(x_MK, _BF16, "x").contiguous(), _rows(weight, _BF16, "weight")
     M, K = x_MK.shape
     _sized(weight, (K,), "weight")
     y, rstd = torch.empty_like(x_MK), torch.empty(M, dtype=torch.float32)
-    _call("jetrl_rms_norm", x_MK, weight, M, K, float(eps), y, rstd, _threads(M * K))
+    _call("jetrl_rms_norm", x_MK, weight, M, K, float(eps), one_plus, y, rstd, _threads(M * K))
     return y, rstd
 
 
@@ -255,3 +258,92 @@ def attention(
     queries = (q_THD, q_THD.stride(0))
     _checked(_call("jetrl_attention", *queries, *caches, *blocks, seq_lens, query_start, *sizes, float(scale), *results))
     return out, lse
+
+
+# ---- Gated delta nets (``exact.delta_net``, with a legend of the shapes) ----
+# ``starts`` is int32 [R + 1]. Sequence r continues from the state in ``slots[r]`` of a pool unless ``fresh[r]``, and leaves its
+# state there. Without a ``Pool`` every sequence begins with an empty state, which is not kept.
+
+class Pool(NamedTuple):
+    """States of sequences: ``states`` [slots, ...], each contiguous, ``slots`` int64 [R] and ``fresh`` bool [R]."""
+
+    states: Tensor
+    slots: Tensor
+    fresh: Tensor
+
+
+def _pool(pool: Pool | None, dtype: torch.dtype, size: int, R: int) -> tuple[Any, ...]:
+    if pool is None:
+        return None, None, None, 0
+    states, slots, fresh = pool
+    if states.dtype != dtype or not states[0].is_contiguous() or states[0].numel() != size:
+        found = f"{states.dtype} {list(states.shape)} with strides {states.stride()}"
+        raise ValueError(f"states: expected contiguous states of {size} numbers in {dtype}, found {found}")
+    slots, fresh = slots.to(torch.int64).contiguous(), fresh.contiguous()
+    _sized(slots, (R,), "slots"), _sized(_rows(fresh, torch.bool, "fresh"), (R,), "fresh")
+    return slots, fresh, states, states.stride(0)
+
+
+def conv(x_TC: Tensor, w_CW: Tensor, starts: Tensor, pool: Pool | None = None) -> Tensor:
+    """bf16(silu(causal convolution)) of each channel [T, C]: FP32 sums over ascending taps. States: BF16 [slots, W - 1, C]."""
+    x_TC, w_CW, starts = _rows(x_TC, _BF16, "x"), _rows(w_CW, _BF16, "w").contiguous(), starts.contiguous()
+    (T, C), W, R = x_TC.shape, w_CW.shape[1], starts.numel() - 1
+    _sized(w_CW, (C, W), "w")
+    y = torch.empty(T, C, dtype=_BF16)
+    held = _pool(pool, _BF16, (W - 1) * C, R)
+    _call("jetrl_conv", x_TC, x_TC.stride(0), w_CW, starts, R, *held, C, W, y, _threads(T * C * W * 8))
+    return y
+
+
+class DeltaInputs(NamedTuple):
+    """FP32: ``q`` and ``k`` [T, KH, K] of length 1, ``q`` divided by sqrt(K); ``decay`` and ``beta`` [T, H], in 0 to 1."""
+
+    q: Tensor
+    k: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def delta_inputs(
+    y_TC: Tensor, a_TH: Tensor, b_TH: Tensor, A_log: Tensor, dt_bias: Tensor, sizes: tuple[int, int, int, int]
+) -> DeltaInputs:
+    """The inputs of the delta rule from its BF16 gates and the convolution [T, C]. ``sizes`` is (KH, H, K, V)."""
+    KH, H, K, _ = sizes
+    T, C = y_TC.shape
+    a_TH, b_TH = (_sized(_rows(t, _BF16, name), (T, H), name) for t, name in ((a_TH, "a"), (b_TH, "b")))
+    A_log, dt_bias = (_sized(_rows(t, _BF16, name), (H,), name) for t, name in ((A_log, "A_log"), (dt_bias, "dt_bias")))
+    found = DeltaInputs(*(torch.empty(T, *shape) for shape in ((KH, K), (KH, K), (H,), (H,))))
+    gates = (a_TH, a_TH.stride(0), b_TH, b_TH.stride(0), A_log, dt_bias)
+    _call("jetrl_delta_inputs", y_TC.contiguous(), *gates, T, KH, H, K, C, *found, _threads(T * (KH * K + 64 * H)))
+    return found
+
+
+def delta_rule(
+    inputs: DeltaInputs, y_TC: Tensor, starts: Tensor, sizes: tuple[int, int, int, int], pool: Pool | None = None
+) -> Tensor:
+    """The delta rule, token by token: BF16 [T, H, V]. The values are the last H * V channels. States: FP32 [slots, H, K, V]."""
+    KH, H, K, V = sizes
+    v, starts = y_TC[:, 2 * KH * K :], starts.contiguous()
+    T, R = y_TC.shape[0], starts.numel() - 1
+    o = torch.empty(T, H, V, dtype=_BF16)
+    q, k, decay, beta = inputs
+    held = _pool(pool, torch.float32, H * K * V, R)
+    arguments = (q, k, v, v.stride(0), decay, beta, starts, R, *held, *sizes, o)
+    _checked(_call("jetrl_delta_rule", *arguments, _threads(T * H * K * V)))
+    return o
+
+
+def delta_gradients(
+    inputs: DeltaInputs, y_TC: Tensor, starts: Tensor, sizes: tuple[int, int, int, int], grad_THV: Tensor
+) -> tuple[DeltaInputs, Tensor]:
+    """The gradients of ``delta_rule`` without a pool, FP32: of the inputs, and of the values [T, H, V]."""
+    KH, H, K, V = sizes
+    v, starts, grad_THV = y_TC[:, 2 * KH * K :], starts.contiguous(), grad_THV.float().contiguous()
+    T, R = y_TC.shape[0], starts.numel() - 1
+    per_head = [torch.empty(T, H, *shape) for shape in ((K,), (K,), (V,), (), ())]
+    q, k, decay, beta = inputs
+    arguments = (q, k, v, v.stride(0), decay, beta, starts, R, grad_THV, *sizes, *per_head)
+    _checked(_call("jetrl_delta_gradients", *arguments, _threads(T * H * K * V)))
+    dq, dk, dv, ddecay, dbeta = per_head
+    dq, dk = (t.unflatten(1, (KH, H // KH)).sum(2) for t in (dq, dk))  # the heads that share a key head
+    return DeltaInputs(dq, dk, ddecay, dbeta), dv

@@ -24,6 +24,8 @@ SQNR_EXPERTS_BF16 = 40.0
 #: minimum SQNR in dB of the gradients of a whole mixture in exact mode against FP64, with the same routes: its experts, routers,
 #: shared experts, and all together; and of its routers' gradients of the auxiliary loss alone against BF16, with its own routes
 SQNR_MIXTURE = {"experts": 11.0, "router": 10.0, "shared": 11.0, "": 11.0, "auxiliary": 7.0}
+#: the same of each part of a mixture with gated delta nets, almost all of its layers in BF16
+SQNR_MIXTURE_BF16 = 20.0
 #: minimum SQNR in dB against the FP64 product of the same quantized operands, BF16 output
 SQNR_GEMM = 48.0
 #: share of BF16 outputs of the native FProp that equal the oracle's
@@ -34,6 +36,8 @@ KERNEL_EQUALS_ORACLE = 0.999
 SQNR_KERNEL_FP32 = 120.0
 #: minimum SQNR in dB of the attention kernels, BF16 in and out, against FP64: output, and gradients (which round P and dS)
 SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT = 48.0, 45.0
+#: the same of gated delta nets, whose convolution is rounded to BF16
+SQNR_DELTA_NET, SQNR_DELTA_NET_GRADIENT = 42.0, 40.0
 #: maximum ratio of bytes saved by an Fp8Linear to those saved by a BF16 nn.Linear
 SAVED_BYTES_RATIO = 0.55
 #: minimum cosine similarity between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor

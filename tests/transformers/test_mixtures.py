@@ -8,26 +8,27 @@ import torch.nn.functional as F
 
 import jetrl_patch
 from jetrl_patch.adapters.transformers.prepare import prepare_model
-from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.models.families import FAMILIES
 
-from ..fp8.thresholds import SQNR_MIXTURE, sqnr
+from ..fp8.thresholds import SQNR_MIXTURE, SQNR_MIXTURE_BF16, sqnr
 from ..models import VARIANTS, build, corrections
 from .test_prepare import loss_of, padded, sequences
 
 pytestmark = pytest.mark.pins
 
-EXACT = Config(precision="fp8-unified").resolved()
 #: one that is even and one that is odd for each kind of router and of shared expert
 NEW = ["olmoe-odd", "qwen2_moe", "qwen2_moe-odd", "mixtral-odd", "glm4_moe", "glm4_moe-odd", "deepseek_v3", "deepseek_v3-plain"]
+NEW += ["qwen3_next", "qwen3_next-odd"]
+#: Gated delta nets amplify noise, and FP8's leaves 5 dB in every mode. With all layers but k_proj in BF16 an error would show.
+IN_BF16 = {"qwen3_next": ("linear_attn", "mlp", "q_proj", "v_proj", "o_proj")}
 
 
-def prepared(name):
-    jetrl_patch.enable(precision="fp8-unified")
+def prepared(name, exclude=()):
+    jetrl_patch.enable(precision="fp8-unified", exclude=exclude)
     family, options = VARIANTS[name]
     model = build(family, **options)
-    prepare_model(model, EXACT)
+    prepare_model(model, jetrl_patch.status().config)
     return model
 
 
@@ -38,8 +39,12 @@ def test_a_token_has_the_same_logits_in_every_company(name):
     ids = sequences(model)
     batch, mask, positions = padded(ids, "both", 12)
     out = model(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    for row, t in enumerate(ids):
-        assert torch.equal(out[row][mask[row].bool()], model(input_ids=t[None], use_cache=False).logits[0])
+    alone = [model(input_ids=t[None], use_cache=False).logits[0] for t in ids]
+    for row, expected in enumerate(alone):
+        assert torch.equal(out[row][mask[row].bool()], expected)
+    positions = torch.cat([torch.arange(len(t)) for t in ids])[None]
+    packed = model(input_ids=torch.cat(ids)[None], position_ids=positions, use_cache=False).logits[0]
+    assert torch.equal(packed, torch.cat(alone))
 
 
 def routes_of(model, family):
@@ -93,19 +98,21 @@ def gradients(model, ids):
 @pytest.mark.parametrize("name", ["qwen3_moe", *NEW])
 def test_gradients_against_fp64(name):
     family, (model_type, options) = FAMILIES[VARIANTS[name][0]], VARIANTS[name]
-    ours, plain = prepared(name), build(model_type, **options).double()
+    exclude = IN_BF16.get(model_type, ())
+    ours, plain = prepared(name, exclude), build(model_type, **options).double()
     ids, routes = sequences(ours), routes_of(ours, family)
     found = gradients(ours, ids)
     follow(plain, family, routes)
     expected = gradients(plain, ids)
     assert found.keys() == expected.keys()
     parts = {"experts": ".mlp.experts.", "router": ".mlp.gate.", "shared": ".mlp.shared_expert", "": ""}
+    parts |= {f"{name} of a delta net": f".linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d", "in_proj_ba", "norm")}
     for part, inside in parts.items():
         names = [n for n in found if inside in n]
-        assert names or part == "shared"
+        assert names or part == "shared" or "delta" in part
         if names:
             reached = sqnr(*(torch.cat([grads[n].flatten() for n in names]) for grads in (found, expected)))
-            assert reached > SQNR_MIXTURE[part], (part, reached)
+            assert reached > (SQNR_MIXTURE_BF16 if exclude else SQNR_MIXTURE[part]), (part, reached)
 
 
 @pytest.mark.parametrize("name", ["olmoe-odd", "qwen2_moe", "mixtral-odd"])

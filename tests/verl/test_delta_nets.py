@@ -18,7 +18,7 @@ from tests import models, vision_models
 from tests.fp8.thresholds import MISMATCH
 from tests.verl.run_verl import Run, make_task
 from tests.verl.test_e2e import TIMEOUT, finish
-from tests.verl.test_settings import BF16, LINEAR, ROLLOUT
+from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 PACKED, PADDED = f"{M}.use_remove_padding=True", f"{M}.use_remove_padding=False"
@@ -49,6 +49,12 @@ def test_what_is_accepted(base: Any, folders: dict[str, Path], family: str, extr
     assert [str(problem) for problem in settings.problems(base(f"{M}.path={folders[family]}", *extra), config)] == []
 
 
+@pytest.mark.parametrize("extra", [PACKED, PADDED])
+def test_exact_mode_packs_rows(base: Any, folders: dict[str, Path], extra: str) -> None:
+    given = base(f"{M}.path={folders['qwen3_next']}", extra)
+    assert [str(problem) for problem in settings.problems(given, EXACT)] == []
+
+
 @pytest.mark.parametrize(
     ("family", "extra", "says"),
     [
@@ -71,13 +77,14 @@ def test_slices_of_a_text_model_are_refused_too(base: Any, folders: dict[str, Pa
 
 
 def test_a_remote_model_is_refused_in_the_worker() -> None:
-    def check(hf_config: Any, packed: bool) -> None:
+    def check(hf_config: Any, packed: bool, exact: bool = False) -> None:
         model = SimpleNamespace(use_fused_kernels=False, use_remove_padding=packed)
-        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
+        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model), exact)
 
     with pytest.raises(ModelError, match="required one sequence per row"):
         check(models.config_of("qwen3_next"), True)
     check(models.config_of("qwen3_next"), False)
+    check(models.config_of("qwen3_next"), True, exact=True)
     check(vision_models.config_of("qwen3_5"), True)
     check(models.config_of("qwen3_moe"), True)
 
@@ -125,3 +132,17 @@ def test_a_run(tmp_path: Path) -> None:
         assert step["jetrl/quantized_layers"] == 2 * 2 + 4 + 3 * (3 + 8 * 3)
         assert 0 < step["jetrl/logp_abs_diff_mean"] < MISMATCH["fp8-unified"], step
         assert step["jetrl/route_mismatch"] < 0.5
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize(("extra", "strategy"), [((PACKED,), "fsdp2"), ((PADDED, "trainer.use_v1=False"), "fsdp")])
+def test_an_exact_run(tmp_path: Path, extra: tuple[str, ...], strategy: str) -> None:
+    """Qwen3-Next with V1 and packed rows, and with V0: every token of every step is compared."""
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_OLD_LOG_PROBS": "recompute"}
+    steps = finish(Run(make_task(tmp_path, "qwen3_next", fill=True), *extra, strategy=strategy, steps=3, environ=environ), 3)
+    for step in steps:
+        assert step["jetrl/quantized_layers"] == 2 * 2 + 4 + 3 * (3 + 8 * 3)
+        assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0, step
+        assert step["jetrl/tokens"] >= 100

@@ -57,9 +57,9 @@ def test_what_is_refused(base: Any, folder: Path, extra: tuple[str, ...], config
 def test_a_remote_model_is_refused_in_the_worker() -> None:
     model = SimpleNamespace(use_fused_kernels=False, use_remove_padding=True)
     config = models.config_of("deepseek_v3")
-    check_worker(config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
+    check_worker(config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model), False)
     with pytest.raises(ModelError, match="whole sequences of a model with latent attention"):
-        check_worker(config, SimpleNamespace(ulysses_sequence_parallel_size=2, model_config=model))
+        check_worker(config, SimpleNamespace(ulysses_sequence_parallel_size=2, model_config=model), False)
 
 
 def test_megatron_is_refused_with_the_reason() -> None:

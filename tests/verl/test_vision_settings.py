@@ -85,7 +85,7 @@ def test_a_remote_model_is_refused_in_the_worker():
         model = SimpleNamespace(
             use_fused_kernels=options is not None, fused_kernel_options=options, use_remove_padding=True
         )
-        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
+        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model), False)
 
     hf_config = vision_models.config_of("qwen3_vl")
     with pytest.raises(ModelError, match=r"required the implementation torch, found .*impl_backend='triton'\. Set .*=torch"):

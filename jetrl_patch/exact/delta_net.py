@@ -1,0 +1,125 @@
+"""Gated delta nets (arXiv 2412.06464): convolution and delta rule token by token, with the bits of the rollout.
+
+    y      = silu(causal convolution of [q, k, v])                          rounded to BF16
+    q, k   = y_q / |y_q| / sqrt(K),  y_k / |y_k|                            FP32
+    decay  = exp(-exp(A_log) * softplus(a + dt_bias)),  beta = sigmoid(b)   FP64, rounded to FP32
+    S      = decay S;  u = v - k^T S;  S += k (beta u);  o = q^T S          FP32, sums over ascending k; o rounded to BF16
+
+A chunked formula would be faster, but its sums depend on where chunks begin, and a rollout begins anywhere: after a cached
+prefix, a chunk of a prefill, or a token. The state is FP32 in the rollout's cache too. Only C kernels compute this, so it needs a
+CPU.
+
+Shape legend: T tokens of all sequences, R sequences, H heads for values, V wide, KH for keys, K wide, C = 2 KH K + H V channels,
+W taps. ``sizes`` is (KH, H, K, V).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.exact.dispatch import serving
+from jetrl_patch.native import ops
+from jetrl_patch.native.ops import DeltaInputs, Pool
+
+Sizes = tuple[int, int, int, int]
+
+
+def require_kernels(device_type: str) -> None:
+    """Raise ConfigError if exact gated delta nets cannot run on a device."""
+    found = serving(device_type)
+    if found != "native":
+        required, fix = "a CPU and a C compiler (they have no other kernels)", "use align='linear'"
+        what = f"align='exact' with gated delta nets on {device_type}"
+        raise ConfigError(explain(what, required=required, found=f"the {found} ops", fix=fix))
+
+
+def delta_net_paged(
+    x_TC: Tensor, gates: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor, Tensor], starts: Tensor, sizes: Sizes,
+    states: tuple[Tensor, Tensor], slots: Tensor, fresh: Tensor,
+) -> Tensor:  # fmt: skip
+    """A step of the rollout (no gradient), which updates ``states``: those of the convolution and of the delta rule.
+
+    Args:
+        x_TC: BF16. gates: a and b, BF16 [T, H]. weights: of the convolution [C, W], A_log [H] and dt_bias [H], as BF16.
+        starts: int32 [R + 1]. slots: of each sequence in ``states``. fresh: bool [R], whether it has no state yet.
+        states: BF16 [slots, ...], W - 1 inputs of C channels each, and FP32 [slots, H, K, V], both in any shape of that size.
+
+    Returns:
+        BF16 [T, H, V].
+    """
+    w_CW, A_log, dt_bias = (w.to(torch.bfloat16) for w in weights)
+    y_TC = ops.conv(x_TC, w_CW, starts, Pool(states[0], slots, fresh))
+    inputs = ops.delta_inputs(y_TC, *gates, A_log, dt_bias, sizes)
+    return ops.delta_rule(inputs, y_TC, starts, sizes, Pool(states[1], slots, fresh))
+
+
+class _DeltaNet(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, weight: Tensor, A_log: Tensor, dt_bias: Tensor, starts: Tensor, sizes: Sizes
+    ) -> Tensor:
+        given = (x, a, b, weight, A_log, dt_bias)
+        x_TC, a_TH, b_TH, w_CW, A_H, bias_H = rounded = [t.detach().to(torch.bfloat16) for t in given]
+        y_TC = ops.conv(x_TC, w_CW, starts)
+        out = ops.delta_rule(ops.delta_inputs(y_TC, a_TH, b_TH, A_H, bias_H, sizes), y_TC, starts, sizes)
+        ctx.save_for_backward(*rounded, y_TC, starts)
+        ctx.sizes, ctx.dtypes = sizes, [t.dtype for t in given]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        *rounded, y_TC, starts = ctx.saved_tensors
+        _, a_TH, b_TH, _, A_H, bias_H = rounded
+        KH, H, K, V = ctx.sizes
+        inputs = ops.delta_inputs(y_TC, a_TH, b_TH, A_H, bias_H, ctx.sizes)
+        of_inputs, dv = ops.delta_gradients(inputs, y_TC, starts, ctx.sizes, grad_outputs[0])
+        with torch.enable_grad():
+            leaves = [t.float().requires_grad_() for t in rounded]
+            x, a, b, weight, A_log, dt_bias = leaves
+            z = convolution(x, weight, starts)
+            y = F.silu(z)
+            y = y + (y_TC.float() - y).detach()  # the derivative where the forward was
+            outputs = (*delta_inputs(y, a, b, A_log, dt_bias, ctx.sizes), y[:, 2 * KH * K :].unflatten(1, (H, V)))
+            found = torch.autograd.grad(outputs, leaves, (*of_inputs, dv))
+        return *(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)), None, None
+
+
+def convolution(x_TC: Tensor, w_CW: Tensor, starts: Tensor) -> Tensor:
+    """The causal convolution of packed sequences [T, C] by torch's operations, for gradients."""
+    T, W = x_TC.shape[0], w_CW.shape[1]
+    lengths = starts.long().diff()
+    places = torch.arange(T) - starts[:-1].long().repeat_interleave(lengths)
+    total = x_TC * w_CW[:, W - 1]
+    for back in range(1, min(W, T)):
+        earlier = F.pad(x_TC[: T - back], (0, 0, back, 0)) * (places >= back).unsqueeze(1)
+        total = total + earlier * w_CW[:, W - 1 - back]
+    return total
+
+
+def delta_inputs(y_TC: Tensor, a_TH: Tensor, b_TH: Tensor, A_log: Tensor, dt_bias: Tensor, sizes: Sizes) -> DeltaInputs:
+    """``native.ops.delta_inputs`` by torch's operations, for gradients, in the dtype of its inputs."""
+    KH, _, K, _ = sizes
+    q, k = (t.unflatten(1, (KH, K)) for t in y_TC[:, : 2 * KH * K].chunk(2, 1))
+    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    return DeltaInputs(q * K**-0.5, k, (-A_log.exp() * F.softplus(a_TH + dt_bias, threshold=60)).exp(), b_TH.sigmoid())
+
+
+def delta_net(
+    x_TC: Tensor, gates: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor, Tensor], starts: Tensor, sizes: Sizes
+) -> Tensor:
+    """Packed sequences that begin with empty states, differentiable: BF16 [T, H, V].
+
+    Args:
+        x_TC, gates, weights: as in ``delta_net_paged``, converted to BF16. starts: int32 [R + 1], from 0 to T.
+
+    Gradients are computed in FP32 and rounded to the inputs' dtypes.
+    """
+    result: Tensor = _DeltaNet.apply(x_TC, *gates, *weights, starts, sizes)
+    return result
