@@ -67,11 +67,16 @@ def _qwen3_moe(hidden: int, inner: int, expert: int, layers: int, heads: int) ->
     )  # fmt: skip
 
 
+_QWEN3_VL_ROPE = {
+    "rope_theta": 5000000.0, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+}  # fmt: skip
+
+
 def _qwen3_vl_moe(hidden: int, inner: int, expert: int, layers: int, heads: int) -> Model:
     return _vision(
         "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {"out_hidden_size": hidden},
         hidden, inner, layers, heads, 4, 151936, head_dim=128, moe_intermediate_size=expert, num_experts=128,
-        num_experts_per_tok=8, norm_topk_prob=True,
+        num_experts_per_tok=8, norm_topk_prob=True, **_QWEN3_VL_ROPE,
     )  # fmt: skip
 
 
@@ -140,7 +145,8 @@ MODELS: dict[str, Model] = {
         3584, 18944, 28, 28, 4, 152064, use_sliding_window=False,
     ),
     "Qwen3-VL-8B-Instruct": _vision(
-        "qwen3_vl", "Qwen3VLForConditionalGeneration", {"out_hidden_size": 4096}, 4096, 12288, 36, 32, 8, 151936, head_dim=128
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", {"out_hidden_size": 4096}, 4096, 12288, 36, 32, 8, 151936, head_dim=128,
+        **_QWEN3_VL_ROPE,
     ),
     "Qwen3-VL-30B-A3B-Instruct": _qwen3_vl_moe(2048, 6144, 768, 48, 32),
     "Qwen3-VL-235B-A22B-Instruct": _qwen3_vl_moe(4096, 12288, 1536, 94, 64),
