@@ -176,16 +176,7 @@ def prepare_model(
             widen_head(model, config)
         return names
     if config.exact:
-        kinds = _check_exact(model)
-        latent.check_latent(model.config, config.kv_cache, device_type)
-        dispatch.configure(config.backend, device_type, config.scale_format)
-        if has_delta_nets(model.config):
-            delta_net.require_kernels(device_type)
-        text = text_config(model.config)
-        heads = text.num_attention_heads
-        shared = getattr(text, "num_key_value_heads", None) or heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
-        choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
+        kinds = _choose_ops(model, config, device_type)
     backend = choose_backend(config.backend, device_type, config.scale_format)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16
@@ -201,6 +192,21 @@ def prepare_model(
     add_in_norms(model, backend, device_type)
     rotate_together(model, backend, device_type)
     return names
+
+
+def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str, type]:
+    """Choose the exact ops of a model on this machine. Returns the modules to swap, as ``_check_exact`` does."""
+    kinds = _check_exact(model)
+    latent.check_latent(model.config, config.kv_cache, device_type)
+    dispatch.configure(config.backend, device_type, config.scale_format)
+    if has_delta_nets(model.config):
+        delta_net.require_kernels(device_type)
+    text = text_config(model.config)
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
+    return kinds
 
 
 def note_cut(layers: list[str], tp: int, block: int) -> None:
