@@ -32,11 +32,10 @@ Sizes = tuple[int, int, int, int]
 
 def require_kernels(device_type: str) -> None:
     """Raise ConfigError if exact gated delta nets cannot run on a device."""
-    found = serving(device_type)
-    if found != "native":
+    found = f"the {serving(device_type)} ops" if device_type == "cpu" else device_type
+    if found != "the native ops":
         required, fix = "a CPU and a C compiler (they have no other kernels)", "use align='linear'"
-        what = f"align='exact' with gated delta nets on {device_type}"
-        raise ConfigError(explain(what, required=required, found=f"the {found} ops", fix=fix))
+        raise ConfigError(explain("align='exact' with gated delta nets", required=required, found=found, fix=fix))
 
 
 def delta_net_paged(

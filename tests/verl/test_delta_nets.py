@@ -13,7 +13,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import settings, vision
 from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ConfigError, ModelError
 from tests import models, vision_models
 from tests.fp8.thresholds import MISMATCH
 from tests.verl.run_verl import Run, make_task
@@ -51,8 +51,14 @@ def test_what_is_accepted(base: Any, folders: dict[str, Path], family: str, extr
 
 @pytest.mark.parametrize("extra", [PACKED, PADDED])
 def test_exact_mode_packs_rows(base: Any, folders: dict[str, Path], extra: str) -> None:
-    given = base(f"{M}.path={folders['qwen3_next']}", extra)
+    given = base(f"{M}.path={folders['qwen3_next']}", extra, "trainer.device=cpu")
     assert [str(problem) for problem in settings.problems(given, EXACT)] == []
+
+
+def test_exact_mode_on_a_gpu_is_refused(base: Any, folders: dict[str, Path]) -> None:
+    (problem,) = settings.problems(base(f"{M}.path={folders['qwen3_next']}", PADDED), EXACT)
+    with pytest.raises(ConfigError, match=r"gated delta nets: required a CPU .*found cuda\. Use align='linear'"):
+        raise problem
 
 
 @pytest.mark.parametrize(
