@@ -24,7 +24,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*arguments, "--json", str(file), "--picture", str(picture)]) == 0
     (result,) = json.loads(file.read_text())
     steps = result["steps"]
-    assert [step["op"] for step in steps] == ["", *(op for op in OPS if op != "router")]
+    assert [step["op"] for step in steps] == ["", *(op for op in OPS if op not in ("router", "delta net"))]
     first, last = steps[0], steps[-1]
     assert first["alone"] is None and first["mean"] > 1e-3 and first["equal"] < 0.1
     # the last trainer is the exact one; before it, something was not
@@ -48,7 +48,7 @@ def test_a_mixture_has_a_router(tmp_path: Path) -> None:
     config = Config(upstream_fixes=True).resolved()
     steps = run_mode(Job(model=model, config=config, tokens=64, length=16, batch=4, explain=True))["steps"]
     # its activation belongs to the experts, and these to the linears
-    assert [step["op"] for step in steps] == ["", *(op for op in OPS if op != "activation")]
+    assert [step["op"] for step in steps] == ["", *(op for op in OPS if op not in ("activation", "delta net"))]
     assert steps[0]["mean"] > 0 and steps[-1]["mean"] == 0
 
 

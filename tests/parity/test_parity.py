@@ -132,8 +132,8 @@ def test_the_standard_error_is_that_of_the_responses_means() -> None:
 def result(job: Job, **figures: Any) -> dict[str, Any]:
     """A stand-in for the result of a mode's process, since testing the exit status needs no engine."""
     found: dict[str, Any] = dict.fromkeys(KEYS, 0.0) | {"route_mismatch": None}
-    found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10, "cut_layers": []}
-    return found | {"bit_equal_fraction": 1.0, **figures}
+    found |= {"precision": job.config.precision, "align": job.config.resolved_align, "scale_format": job.config.scale_format}
+    return found | {"tokens": 10, "cut_layers": [], "bit_equal_fraction": 1.0, **figures}
 
 
 def test_the_exit_status_is_one_when_a_promise_breaks(
