@@ -648,7 +648,7 @@ SILU_BACKWARD = (
 SILU_ALL = SILU + SILU_BACKWARD
 
 
-#: every kernel of ``jetrl_patch.kernels``
+#: every kernel of ``jetrl_patch.kernels`` for Hopper
 ALL = (
     *ATTENTION_ALL,
     *CHUNKS,

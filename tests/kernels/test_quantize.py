@@ -118,7 +118,8 @@ def test_sizes_of_one_are_constants_to_the_compiler(spec: Spec):
 def test_all_kernels_are_registered_once():
     found = registered.specs()
     assert {spec.name for spec in SPECS} <= set(found)
-    here = {(spec.kernel.fn.__module__, spec.kernel.fn.__name__) for spec in found.values()}
+    kernels = (spec.kernel.fn for spec in (*found.values(), *registered.GEMM_MX))
+    here = {(kernel.__module__, kernel.__name__) for kernel in kernels}
     for path in (ROOT / "jetrl_patch" / "kernels").glob("*.py"):
         module = f"jetrl_patch.kernels.{path.stem}"
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M):
