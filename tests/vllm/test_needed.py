@@ -84,6 +84,7 @@ def test_the_rotary_embedding_rounds_otherwise_without_us(vllm_config: Any) -> N
 
     vllm_config.model_config = SimpleNamespace(  # what the embedding reads of it
         max_model_len=128,
+        hf_config=SimpleNamespace(model_type="qwen3"),
         hf_text_config=SimpleNamespace(head_dim=64, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}),
     )
     arguments = (64, 64, 128, 10000.0, True, torch.bfloat16)

@@ -47,7 +47,7 @@ def test_only_graphs_of_v1_are_asked_for(chosen: str | None, monkeypatch: pytest
 def test_what_has_not_been_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device_problems", "sequence_parallel"):
         monkeypatch.setattr(engine, name, lambda *_: [])
-    model = SimpleNamespace(multimodal_config=None, head_dtype=torch.bfloat16, using_transformers_backend=lambda: False)
+    model = SimpleNamespace(head_dtype=torch.bfloat16, using_transformers_backend=lambda: False)
 
     def check(v2: bool, mode: CUDAGraphMode = CUDAGraphMode.NONE, watermark: Any = None, **parallel: bool) -> None:
         settings: Any = SimpleNamespace(
