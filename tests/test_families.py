@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from jetrl_patch.models.families import (
 from jetrl_patch.models.family import width
 
 from .test_boundaries import ROOT, loaded_by, python_files
+from .vision_models import environ, needs_images
 
 TABLE = ROOT / "jetrl_patch" / "models" / "families.py"
 #: family -> the only other file that names it, because vLLM has a class or verl a module of that name
@@ -118,13 +122,15 @@ def test_the_layers_are_the_models(family: Family) -> None:
 
 
 @pytest.mark.pins
-def test_one_vllm_model_merges_what_the_record_says() -> None:
-    pytest.importorskip("vllm")
+def check_merged(towers: bool) -> None:
+    """Assert that vLLM's models with or without a vision tower merge what their records say."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for family in covering("exact").values():
+        if bool(family.tower) != towers:
+            continue
         model = ModelRegistry._try_load_model_cls(family.causal_lm)
-        assert model is not None
+        assert model is not None, family.causal_lm
         by_transformers = model.__module__.startswith("vllm.model_executor.models.transformers")
         assert by_transformers == (family.rollout == "transformers") or family.rollout == "both"
         if not by_transformers:
@@ -133,7 +139,19 @@ def test_one_vllm_model_merges_what_the_record_says() -> None:
                 merged.add(("gate_proj", "up_proj"))
             if family.absorbed:  # likewise
                 merged.add(("q_a_proj", "kv_a_proj_with_mqa"))
-            assert merged == set(family.merged)
+            assert merged == set(family.merged), family.model_type
+
+
+def test_one_vllm_model_merges_what_the_record_says() -> None:
+    pytest.importorskip("vllm")
+    check_merged(towers=False)
+
+
+@needs_images
+def test_vllm_models_with_a_tower_merge_what_the_record_says() -> None:
+    code = "from tests.test_families import check_merged; check_merged(towers=True)"
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ()}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 def test_unions_and_lists() -> None:

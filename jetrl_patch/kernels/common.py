@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import triton
@@ -179,10 +179,10 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def options(scale_format: ScaleFormat) -> dict[str, Any]:
-    """The constants and compiler options of all quantizer kernels. Raises ValueError for an unknown format."""
-    if scale_format not in get_args(ScaleFormat):
-        known = " or ".join(get_args(ScaleFormat))
-        raise ValueError(explain("the scale format", required=known, found=repr(scale_format), fix="use one of these"))
+    """The constants and compiler options of all quantizer kernels. Raises ValueError for a format without blocks of 128."""
+    if scale_format not in ("pow2", "fp32"):
+        what, fix = "the scale format of a kernel for blocks of 128", "use one of these"
+        raise ValueError(explain(what, required="pow2 or fp32", found=repr(scale_format), fix=fix))
     return {"POW2": scale_format == "pow2", "HARDWARE": not triton.knobs.runtime.interpret, **COMPILER}
 
 

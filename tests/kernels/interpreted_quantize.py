@@ -205,6 +205,7 @@ def test_empty_batches():
         (lambda x: kernels.quantize_rows(x[None], "pow2"), ValueError, r"two dimensions, found \[1, 4, 256\]"),
         (lambda x: kernels.quantize_both(x.t(), "pow2"), ValueError, r"contiguous rows, found strides \[1, 256\]"),
         (lambda x: kernels.quantize_transposed(x, "pow4"), ValueError, "pow2 or fp32, found 'pow4'"),
+        (lambda x: kernels.quantize_rows(x, "mxfp8"), ValueError, "blocks of 128: required pow2 or fp32, found 'mxfp8'"),
         (lambda x: requantize_tokens(x, torch.ones(4, 2), "pow2"), TypeError, "required torch.float8_e4m3fn"),
         (lambda x: requantize_tokens(x.to(FP8), torch.ones(4, 3), "pow2"), ValueError, r"\[4, 2\] on cpu, found .*\[4, 3\]"),
     ],
