@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 #
 # vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last rank on every GPU, in FP32
 # for FP32 input. ``cross_device_reduce_2stage`` starts each rank's slice at that rank, so its order differs. One shot is used
-# only where vLLM picks the first kernel. It is compared with gathering when the engine loads: if one bit differs on one rank, all
-# ranks gather.
+# only where vLLM picks the first kernel. It is compared with gathering when the engine loads: if one bit differs on one rank, no
+# rank uses it.
 #
 # vLLM chooses in ``CustomAllreduce::allreduce`` (csrc/custom_all_reduce.cuh):
 # https://github.com/vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh

@@ -16,7 +16,7 @@ from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.send import SyncStats
 from tests.vllm.test_delta_nets import trainer
-from tests.vllm.test_exact import assert_equal, prompts_of, run
+from tests.vllm.test_exact import assert_equal, of_one_prefix, prompts_of, run
 from tests.vllm.test_weights import in_engine, push, worker_of
 
 pytestmark = pytest.mark.e2e
@@ -45,19 +45,12 @@ def test_prefix_caching_and_chunked_prefill(
     checkpoint: Callable[..., str], engine: Callable[..., Any], cached: bool, chunked: bool
 ) -> None:
     """Prompts share 400 tokens. vLLM caches a state at the end of each block of 144 or so, as many as a state's bytes fill."""
-    from vllm import SamplingParams
-
     jetrl_patch.enable(precision="fp8-unified")
     most = {"max_num_batched_tokens": 200 if chunked else 4096, "max_num_seqs": 8}
     settings = {"enable_prefix_caching": cached, "enable_chunked_prefill": chunked, **most}
     job = Job(model=checkpoint("qwen3_next"), config=jetrl_patch.status().config, engine=tuple(settings.items()))
-    llm = engine(job, 512)
-    start = prompts_of(1, (400, 400))[0]
-    prompts = [start + prompt for prompt in prompts_of(6, (1, 30))]
-    samples = generate(llm, prompts, 8, 1.0) + generate(llm, prompts, 8, 1.0)
-    params = SamplingParams(max_tokens=1, detokenize=False)
-    (last,) = llm.generate([{"prompt_token_ids": prompts[0]}], params, use_tqdm=False)
-    assert (last.num_cached_tokens >= 100) is cached
+    samples, held = of_one_prefix(engine(job, 512), shared=400)
+    assert (held >= 100) is cached
     assert_equal(job, samples, tokens=96)
 
 
