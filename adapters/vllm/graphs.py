@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,11 +126,10 @@ def _different(runner: Any, sizes: list[int]) -> list[int]:
     """The sizes whose graphs compute other bits. A rank that finds one continues, because the others wait for it."""
     wrapper, vocabulary = runner.model, runner.model_config.get_vocab_size()
     runner.model = compared = _Compared(wrapper, vocabulary, runner.model_config.max_model_len)
-    blocks = [cache[:1] for cache in runner.kv_caches]
-    generator = torch.Generator("cpu").manual_seed(0)
+    context = runner.compilation_config.static_forward_context
+    layers = [layer for layer in context.values() if getattr(getattr(layer, "impl", None), "jetrl_exact", False)]
     try:
-        for block in blocks:
-            block.copy_(torch.randn(block.shape, generator=generator, device="cpu"))
+        fill_first_block(layers)
         for size in sizes:
             runner._dummy_run(
                 size,
@@ -141,10 +141,23 @@ def _different(runner: Any, sizes: list[int]) -> list[int]:
             )
     finally:
         runner.model = wrapper
-        for block in blocks:
-            block.zero_()
+        for layer in layers:
+            layer.kv_cache[0].zero_()
     assert len(compared.equal) == len(sizes)
     return [size for size, equal in zip(sizes, compared.equal, strict=True) if not equal]
+
+
+def fill_first_block(layers: Iterable[Any]) -> None:
+    """Write random keys and values to block 0 of each layer's cache, as a step writes them.
+
+    Random bytes would be NaN in an FP8 cache, and then so would the output of every step.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    for layer in layers:
+        impl, cache = layer.impl, layer.kv_cache
+        shape = (impl.pages(cache)[0].shape[1], impl.num_kv_heads, impl.head_size)
+        k, v = (torch.randn(shape, generator=generator, device="cpu").to(cache.device, torch.bfloat16) for _ in range(2))
+        impl.do_kv_cache_update(layer, k, v, cache, torch.arange(len(k), device=cache.device))
 
 
 class _Compared:

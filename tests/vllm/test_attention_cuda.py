@@ -164,6 +164,26 @@ def test_an_fp8_cache_is_filled_and_read_as_the_trainer_rounds(head_major: bool,
         layer.pages(cache[..., :-1])
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.uint8, "fp8_per_token_head"), (BF16, "auto")])
+def test_graphs_are_proven_on_keys_and_values_that_a_step_could_write(dtype: torch.dtype, kind: str, monkeypatch: Any) -> None:
+    """With NaN in the cache, every step would have the same output, and a wrong graph would pass."""
+    KH, D, size = 2, 64, 16
+    width = D + 4 if dtype == torch.uint8 else D
+    cache = torch.full((3, KH, size, 2 * width), 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype)
+    impl = ExactCudaAttentionImpl(4, D, D**-0.5, KH, kv_cache_dtype=kind)
+    if dtype == BF16:  # vLLM's own code writes this cache, with a kernel
+
+        def write(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+            k, v = self.pages(kv_cache)
+            k[slots // size, slots % size], v[slots // size, slots % size] = key, value
+
+        monkeypatch.setattr(ExactCudaAttentionImpl.__mro__[2], "do_kv_cache_update", write)
+    graphs.fill_first_block([SimpleNamespace(impl=impl, kv_cache=cache)])
+    q, out = torch.randn(size, 4, D).to(BF16), torch.empty(size, 4, D, dtype=BF16)
+    impl.forward(None, q, q, q, cache, prefill(torch.zeros(1, 1, dtype=torch.int32), None, size), out)
+    assert out.isfinite().all() and out.float().std() > 0.1
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 2, 64), (2, 3, 16, 2, 64), (3, 2, 16, 2, 128), (3, 16, 128)])
 def test_another_layout_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ModelError, match=rf"required \[blocks, KH, block size, 128\].* found \[{shape[0]}, "):
