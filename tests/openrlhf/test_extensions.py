@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.file_baton import FileBaton
@@ -66,18 +66,22 @@ def test_waiting_ends_with_an_error_once_nothing_changes(baton, lock):
         baton.wait()
 
 
-def test_waiting_goes_on_while_files_change(baton, lock):
-    def build():
-        for i in range(12):
-            time.sleep(0.1)
-            (lock.parent / f"{i}.o").touch()
-        lock.unlink()
+def test_waiting_goes_on_while_files_change(baton, lock, monkeypatch):
+    """In all three times as long as a wait without changes may take. The clock moves only while the process sleeps."""
+    clock = SimpleNamespace(now=0.0, time=time.time, monotonic=lambda: clock.now, sleep=lambda seconds: build())
 
-    builder = threading.Thread(target=build)
-    builder.start()
+    def build():
+        clock.now += 0.8 * startup.LIMIT
+        made = len(list(lock.parent.glob("*.o")))
+        if made == 4:
+            lock.unlink()
+        else:
+            (lock.parent / f"{made}.o").touch()
+            os.utime(lock.parent / f"{made}.o", (clock.now + time.time(),) * 2)
+
+    monkeypatch.setattr(startup, "time", clock)
     baton.wait()
-    builder.join()
-    assert len(list(lock.parent.glob("*.o"))) == 12
+    assert clock.now > 3 * startup.LIMIT
 
 
 def test_disable_gives_back_pytorchs_wait(baton):
