@@ -119,7 +119,8 @@ def try_ops(worker: Any, config: Config) -> None:
 # ---- Compile the FP8 kernels of a loaded model before it serves ----------------------------------
 # DeepGEMM compiles a kernel for each [N, K] and each tile, which depends on the number of rows. That takes seconds per kernel,
 # and would happen while the engine serves. vLLM's own warm-up (``vllm.model_executor.warmup``) finds only its own kernel classes.
-# This one runs before vLLM measures its memory, and frees what it allocates.
+# This one runs before vLLM measures its memory, and frees what it allocates. The ranks of a machine share the work
+# (``backends.deep_gemm``).
 
 @torch.inference_mode()
 def warm_up(model: torch.nn.Module, most: int) -> int:

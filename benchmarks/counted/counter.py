@@ -159,6 +159,7 @@ def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(capability.CHECKS, checks))
         patch(deep_gemm, "find_deep_gemm", lambda: (SimpleNamespace(fp8_gemm_nt=_fp8_gemm_nt), "recorded"))
         patch(deep_gemm, "check_cublaslt", lambda: yes if rounds else no)
+        patch(deep_gemm.DeepGemmBackend, "_ahead", lambda *_: None)  # compiled in an earlier step
         patch(cublaslt, "_scaled_mm", _scaled_mm)
         stack.enter_context(mock.patch.dict(backends._LOADED, clear=True))
         patch(gpu.GpuBackend, "quantizers", lambda self, x: quantize)

@@ -147,5 +147,11 @@ class Backend:
         return False
 
     def compiled_rows(self, most: int) -> Sequence[int]:
-        """Batch sizes up to ``most`` that together make FProp compile every kernel it may need. None by default."""
+        """Batch sizes up to ``most`` that together make FProp compile every kernel it may need. None by default.
+
+        In the order in which this process should compile them: ranks that share a cache each take a part.
+        """
         return ()
+
+    def compile_ahead(self, rows: int, w: Quantized, splits: int) -> None:
+        """Called by a trainer before FProp of ``rows`` rows. A backend that compiles for each number of rows does so here."""

@@ -13,6 +13,10 @@ DeepGEMM does not check some of its requirements, or only when nvcc compiles a k
 - a kernel is compiled for the sizes that ``compiled_dims`` names. For weight gradients these are the two of dW, because their K,
   the number of tokens, differs in every micro-batch and nvcc takes seconds;
 - 1D1D adds to d in memory. A main gradient is passed as it is; a new d starts as zeros;
+- nvcc runs inside a product, in the thread that holds Python's lock, and takes seconds. Its result is a folder that is renamed
+  into a cache on disk, under a hash of the source, the compiler and its flags, and each product looks there first. So processes
+  that make the same products before their first use, each in an order of its own, share the work and need not talk to each
+  other. They are the ranks: another process would need a CUDA context and its half a gigabyte, because only a product compiles;
 - TMA needs addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4. The quantizing kernels
   write them so. Other layouts are copied here; DeepGEMM would copy them with a kernel that it compiles for each K.
 
@@ -23,6 +27,9 @@ other process has to match.
 
 from __future__ import annotations
 
+import logging
+import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +42,19 @@ from jetrl_patch.backends.capability import check_cublaslt, find_deep_gemm
 from jetrl_patch.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels.formats import FP8, check_fprop, split_width
+from jetrl_patch.kernels.formats import FP8, check_fprop, groups, split_width
+
+logger = logging.getLogger(__name__)
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
 #: up to this many rows are padded to ``TILE`` for 1D1D
 FEW, TILE = 32, 64
 #: TMA's alignment in bytes, and in FP32 scales
 ALIGN, PITCH = 16, 4
+#: a trainer compiles for batches from this share of the largest on
+SHARE = 8
+#: batches above this are tried at wider distances, because there a tile serves many
+MANY = 1 << 14
 
 
 class DeepGemmBackend(GpuBackend):
@@ -58,6 +71,7 @@ class DeepGemmBackend(GpuBackend):
         if module is None:
             raise ConfigError(f'backend="deep_gemm" cannot run here: {reason}. Use a CUDA build of vLLM, or backend="triton".')
         self._module: Any = module
+        self._compiled: dict[tuple[int, int, bool], int] = {}  # [N, K], with scales in blocks -> rows that a trainer compiled for
         self.rounds = check_cublaslt()[0]
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
@@ -80,13 +94,37 @@ class DeepGemmBackend(GpuBackend):
 
         The tile depends on M only through ceil(M / height), for heights of 64, 128 and 256, and of 16 and 32 if M is not above
         them. Older versions also compare M with the heights and with 512. So all M in a range (64 j, 64 j + 64] share a tile,
-        except at those bounds.
+        except at those bounds. Small batches tend to come first, because a tile serves few of them.
         """
         rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
-        return sorted({most, *(row for row in rows if row < most)})
+        chance = random.Random()  # not Python's own generator, to which all ranks give one seed
+        return sorted({most, *(row for row in rows if row < most)}, key=lambda row: chance.expovariate(1 / row))
+
+    def compile_ahead(self, rows: int, w: Quantized, splits: int) -> None:
+        N, K = w.shape
+        self._ahead(rows, N, K // splits, splits == 1 and w.s_blocks is not None, w.q.device)
+
+    def _ahead(self, rows: int, N: int, K: int, blocks: bool, device: torch.device) -> None:
+        """Compile a trainer's kernels up to the next power of two, and log it if that took time."""
+        if rows <= self._compiled.get((N, K, blocks), 0):
+            return
+        check_widths(self.name, K, N)
+        self._compiled[N, K, blocks] = most = 1 << (rows - 1).bit_length()
+        step, start = 64 * max(1, most // MANY), time.monotonic()
+        try:
+            for M in self.compiled_rows(most):
+                if most <= SHARE * M and (most <= MANY or M % step == 0):
+                    a, b = (torch.empty(size, K, dtype=FP8, device=device) for size in (M, N))
+                    sa, sb = (torch.empty(size, groups(K), device=device) for size in (M, groups(N) if blocks else N))
+                    (self._blocks if blocks else self._rows)(a, sa, b, sb)
+        except RuntimeError as error:  # no memory for more rows than the batch has, for example
+            logger.warning("jetrl_patch: FP8 kernels for [%d, %d] are compiled when first used: %s", N, K, error)
+        if (took := time.monotonic() - start) > 1:
+            logger.info("jetrl_patch: FP8 kernels for [%d, %d], up to %d rows, are compiled, %.1f s", N, K, most, took)
 
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w.shape)
+        self._ahead(dy.q.shape[0], w.shape[1], w.shape[0], True, dy.q.device)
         return self._blocks(dy.q, dy.s, self.transposed(w), w.s.t()).to(out_dtype)
 
     def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:

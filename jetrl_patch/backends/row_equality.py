@@ -128,8 +128,11 @@ def compare_rows(
     if layout is not None:
         served = (torch.float32 if layout.ranks > 1 else torch.bfloat16,)
         w = w if layout.in_blocks else by_rows
-    batches = sorted({*decoded, *(backend.compiled_rows(most) if most else ())})
+    compiled = backend.compiled_rows(most) if most else ()
+    batches = sorted({*decoded, *compiled})
     for out_dtype in served:
+        for rows in compiled:
+            backend.fprop(x_MK[:rows], w, out_dtype)
         whole = backend.fprop(x_MK, w, out_dtype)
         for rows in batches:
             for start in OFFSETS:

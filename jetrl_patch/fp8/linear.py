@@ -177,6 +177,7 @@ def fprop(x: Tensor, w: Quantized, bias: Tensor | None, state: Fp8State) -> tupl
     """Y BF16 [..., N] of x [..., K] and a weight [N, K], and the quantized x."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     quantized = _last_activation.quantize(x, x_MK, state)
+    state.backend.compile_ahead(x_MK.shape[0], w, state.splits)
     y_MN = state.backend.gemm(quantized, w, torch.bfloat16, state.splits)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order

@@ -59,6 +59,8 @@ def facts(path: str, revision: str) -> dict[str, Any]:
         "TMA bytes": int(one(r"kNumTMAAlignmentBytes = (\d+)", text("csrc/utils/math.hpp"))),
         "nvcc": [int(n) for n in re.findall(r"(?:== |>= )(\d+)", one(r'HOST_ASSERT\(([^;]*)"NVCC version', compiler))],
         "CUDA": [*re.findall(r"environ\.get\('(\w+)'\)", init), one(r"cuda_home = '(/[\w/]+)'", init)],
+        "a kernel is a folder renamed into the cache": "get(dir_path)" in one(r"> build\((.*?)compile\(", compiler)
+        and "rename(tmp_dir_path, dir_path" in compiler,
         "variables": sorted(set(re.findall(r'"(DG_JIT_(?:NVCC_COMPILER|USE_NVRTC|CACHE_DIR))"', compiler))),
     }  # fmt: skip
 

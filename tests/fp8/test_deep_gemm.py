@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from jetrl_patch import backends
 from jetrl_patch.backends import deep_gemm, get_backend, quantize, rowwise
 from jetrl_patch.backends.deep_gemm import DeepGemmBackend, packed, pitched, row_major
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from . import deep_gemm_double as double
 from .deep_gemm_double import DeepGemm, Refused
@@ -246,6 +250,7 @@ def test_few_rows_may_meet_a_tile_that_does_not_compile(M):
 def test_the_double_has_the_library_s_numbers(revision):
     facts = FACTS[revision]
     assert facts["arguments"][:5] == ["a", "b", "d", "c", "recipe"]
+    assert facts["a kernel is a folder renamed into the cache"]
     assert facts["shared memory"] == double.SHARED and facts["wgmma m"] == deep_gemm.TILE
     assert max(map(int, facts["block_m up to m"])) == deep_gemm.FEW
     assert facts["TMA bytes"] == deep_gemm.ALIGN == 4 * deep_gemm.PITCH
@@ -265,7 +270,86 @@ def test_the_double_has_the_library_s_numbers(revision):
 @pytest.mark.parametrize("most", [1, 31, 600, 2100])
 def test_the_rows_to_compile_for_meet_every_tile(library, N, K, most):
     rows = DeepGemmBackend().compiled_rows(most)
-    assert list(rows) == sorted({*rows}) and rows[0] >= 1 and rows[-1] == most
+    assert len(rows) == len({*rows}) and min(rows) >= 1 and max(rows) == most
     for kernel, least in (("1d1d", deep_gemm.TILE), ("1d2d", 1)):
         tiles = {double.best_tile(kernel, max(M, least), N, K) for M in rows}
         assert tiles == {double.best_tile(kernel, max(M, least), N, K) for M in range(1, most + 1)}
+
+
+# ---- Compile before the first use ----------------------------------------------------------------
+
+def shared(orders):
+    """Compilations of the slowest rank, if each makes its products in its own order and a finished kernel serves all."""
+    built, done = {}, [(0, rank) for rank in range(len(orders))]
+    heapq.heapify(done)
+    left, end = [iter(order) for order in orders], 0
+    while done:
+        now, rank = heapq.heappop(done)
+        kernel = next((kernel for kernel in left[rank] if built.get(kernel, now + 1) > now), None)
+        end = max(end, now)
+        if kernel is not None:
+            built[kernel] = min(built.get(kernel, now + 1), now + 1)
+            heapq.heappush(done, (now + 1, rank))
+    return end
+
+
+def test_ranks_share_the_kernels_of_a_model(library):
+    """An engine of Qwen2.5-7B: its four shapes, as ``compare_rows`` and ``warm_up`` go through them."""
+    random.seed(0)
+    shapes, ours = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)), DeepGemmBackend()
+
+    def order():
+        random.seed(0)  # every rank's framework
+        return [(N, K, double.best_tile("1d2d", M, N, K)) for N, K in shapes for M in ours.compiled_rows(8192)]
+
+    orders = [order() for _ in range(8)]
+    every = len({*orders[0]})
+    assert every == shared(orders[:1]) == shared([sorted(orders[0])] * 8) == 59
+    assert shared(orders) < every / 2
+
+
+@pytest.fixture
+def trained(library, monkeypatch):
+    """A trainer's step over ``tokens`` through a layer [N, K]."""
+    monkeypatch.setitem(backends._LOADED, "deep_gemm", ours := DeepGemmBackend())
+    ours.rounds = True
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_scaled_mm)
+    layer = Fp8Linear(256, 384, bias=False, dtype=BF16)
+
+    def step(tokens, splits=1):
+        layer.fp8 = Fp8State("pow2", "deep_gemm", splits)
+        x = torch.randn(tokens, 256, dtype=BF16, requires_grad=True)
+        layer(x).sum().backward()
+
+    return step
+
+
+@pytest.mark.parametrize(("splits", "kernel"), [(1, "1d2d"), (2, "1d1d")])
+def test_a_trainer_compiles_in_its_first_step_alone(library, trained, splits, kernel):
+    trained(600, splits)
+    compiled = set(library.compiled)
+    assert {fixed[:3] for fixed in compiled} == {(kernel, 384, 256 // splits), ("1d2d", 256, 384)}
+    calls, batches = len(library.calls), (*range(128, 1024, 56), 1024)
+    for tokens in batches:
+        trained(tokens, splits)
+    assert library.compiled == compiled
+    assert len(library.calls) - calls == len(batches) * (splits + 1)  # forward and dX alone
+    trained(1025, splits)
+    assert {M for _, M, *_ in library.calls} >= {2048, 1025}
+
+
+def test_kernels_that_cannot_be_compiled_ahead_are_compiled_when_used(library, trained, monkeypatch, caplog):
+    product = library.fp8_gemm_nt
+
+    def small(a, b, d, **options):
+        if len(d) > 600:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        product(a, b, d, **options)
+
+    monkeypatch.setattr(library, "fp8_gemm_nt", small)
+    trained(600)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"FP8 kernels for {shape} are compiled when first used: CUDA out of memory" for shape in ([384, 256], [256, 384])
+    ]
+    trained(600)
+    assert len(caplog.records) == 2 and [M for _, M, *_ in library.calls][-2:] == [600, 600]
