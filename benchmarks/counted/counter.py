@@ -158,7 +158,8 @@ def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
         checks = {"deep_gemm": (lambda: yes if best == "deep_gemm" else no), "triton": lambda: yes}
         stack.enter_context(mock.patch.dict(capability.CHECKS, checks))
         patch(deep_gemm, "find_deep_gemm", lambda: (SimpleNamespace(fp8_gemm_nt=_fp8_gemm_nt), "recorded"))
-        patch(deep_gemm, "check_cublaslt", lambda: yes if rounds else no)
+        for backend in (deep_gemm, gpu):
+            patch(backend, "check_cublaslt", lambda: yes if rounds else no)
         patch(deep_gemm.DeepGemmBackend, "_ahead", lambda *_: None)  # compiled in an earlier step
         patch(cublaslt, "_scaled_mm", _scaled_mm)
         stack.enter_context(mock.patch.dict(backends._LOADED, clear=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.base import Backend, BothLayouts
-from jetrl_patch.backends.capability import check_triton
+from jetrl_patch.backends.capability import check_cublaslt, check_triton
 from jetrl_patch.backends.quantize import Quantized, ScaleLayout
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
@@ -240,12 +240,18 @@ def _(x_MK: Tensor, sx: Tensor | None, w_NK: Tensor, sw: Tensor, *others: Any) -
 # ---- This project's Triton kernels: the contract's formula in FP8 ``wgmma`` ----------------------
 
 class TritonBackend(GpuBackend):
-    """Rows are independent by construction (see ``kernels.gemm``). The first product imports triton."""
+    """Rows are independent by construction (see ``kernels.gemm``). The first product imports triton.
+
+    If torch offers cuBLASLt's products with block scales, they compute the gradients in BF16: no other process has to match them.
+    """
 
     name = "triton"
     blocks = True
     #: whether few rows use tiles of their own; not after a trial on this machine has found that these give other bits
     few_rows = True
+
+    def __init__(self) -> None:
+        self._cublaslt = check_cublaslt()[0]
 
     def quantizers(self, x: Tensor) -> Any:
         return importlib.import_module("jetrl_patch.kernels.quantize")  # never the formulas
@@ -263,7 +269,7 @@ class TritonBackend(GpuBackend):
         return gemm.FEW_TOKENS if self.few_rows else 0
 
     def give_up_few_rows(self) -> bool:
-        """One tile for every number of rows."""
+        """No tiles of their own for up to 64 rows."""
         had, self.few_rows = self.few_rows, False
         return had
 
@@ -271,7 +277,7 @@ class TritonBackend(GpuBackend):
         """One batch that the product quantizes itself, and one for each tile of the quantizer and of the product."""
         from jetrl_patch.kernels import gemm_common, quantize
 
-        return [rows for rows in (1, self.few() + 1, gemm_common.FEW_ROWS + 1, quantize.FEW + 1) if rows <= most]
+        return sorted({rows for rows in (1, self.few() + 1, gemm_common.FEW_ROWS + 1, quantize.FEW + 1) if rows <= most} | {most})
 
     def fprop(
         self, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
@@ -286,12 +292,20 @@ class TritonBackend(GpuBackend):
         sw = w.s_rows if w.s_blocks is None else w.s_blocks
         return gemm.fprop_few(x_MK, w.q, sw, w.scale_format, out_dtype)
 
+    def _by_cublaslt(self, out_dtype: torch.dtype, operand: Tensor, *widths: int) -> bool:
+        takes = operand.numel() > 0 and out_dtype == torch.bfloat16 and not any(width % 16 for width in widths)
+        return self._cublaslt and takes
+
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+        if self._by_cublaslt(out_dtype, dy.q, *w.shape):
+            return cast("GpuBackend", get_backend("cublaslt")).dgrad_product(dy, w, out_dtype)
         from jetrl_patch.kernels.gemm_backward import dgrad
 
         return dgrad(dy.q, dy.s, w.q, w.s, out_dtype, w.transposed)
 
     def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        if self._by_cublaslt(out_dtype, dy.q, dy.shape[0], x.shape[0]):
+            return cast("GpuBackend", get_backend("cublaslt")).wgrad_product(dy, x, out_dtype)
         from jetrl_patch.kernels.gemm_backward import wgrad
 
         return wgrad(dy.q, dy.s, x.q, x.s, out_dtype)

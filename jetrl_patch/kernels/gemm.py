@@ -32,8 +32,8 @@ from jetrl_patch.kernels.gemm_common import (
 #
 # Both operands have K contiguous, the only layout that FP8 ``wgmma`` accepts. The dot product of a block starts from a fresh
 # accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``, as in the formula. A row's bits depend
-# only on that row: N alone chooses the tile (among those of up to 64 rows, or of more), the order of K is fixed, and no two
-# programs share a sum.
+# only on that row: the order of K is fixed, no two programs share a sum, and the tiles, which follow from M and N, differ in rows
+# and columns alone (``few_tile_for``).
 
 #: rows of tiles per band; see ``place``
 HEIGHT = 8
@@ -93,7 +93,8 @@ def fprop(
     split_width(K, splits)  # raises if that cuts a block
     y = new_output((M, N), out_dtype, q_MK, s_MG, w_NK, sw)
     if y.numel():
-        tile = few_tile_for(N) if few and splits == 1 and M <= FEW_ROWS else tile_for(N)
+        few_tile = few and splits == 1 and M <= FEW_ROWS
+        tile = few_tile_for(N) if few_tile else tile_for(N, M if splits == 1 else 0)
         launch(q_MK, s_MG, w_NK, sw, y, tile, blocks, splits)
     return y
 

@@ -39,18 +39,22 @@ class Tile(NamedTuple):
 NARROW = Tile(rows=128, columns=64, warps=4, stages=4, per_sm=2)
 WIDE = Tile(rows=128, columns=128, warps=8, stages=4, per_sm=1)
 WIDE_FROM = 8192
+#: number of programs that fill a Hopper GPU (132 SMs). A constant, so that the sizes alone choose the tile
+FILLED = 120
 
 
-def tile_for(columns: int) -> Tile:
-    """The tile for this many output columns and many rows."""
-    return WIDE if columns >= WIDE_FROM else NARROW
+def tile_for(columns: int, rows: int = 0) -> Tile:
+    """The tile for this many output columns, and for this many rows if they count.
+
+    Two narrow tiles run on an SM where one wide tile does, so both take as many waves. A wide one loads two thirds of the bytes.
+    """
+    fills = -(-rows // WIDE.rows) * -(-columns // WIDE.columns) >= FILLED
+    return WIDE if fills or columns >= WIDE_FROM else NARROW
 
 
 #: the tiles for up to 64 rows, the widest first: one ``wgmma`` high, with many pipeline stages that load weights early
 FEW_ROWS = 64
 FEW = tuple(Tile(FEW_ROWS, columns, 4, stages, 2) for columns, stages in ((128, 4), (64, 6), (32, 8)))
-#: number of programs that fill a Hopper GPU (132 SMs). A constant, so that N alone chooses the tile
-FILLED = 120
 
 
 def few_tile_for(columns: int, tiles: tuple[Tile, ...] = FEW) -> Tile:

@@ -13,6 +13,7 @@ from jetrl_patch import backends
 from jetrl_patch.backends import capability, choose_backend, get_backend, quantize, row_equality
 from jetrl_patch.backends.cublaslt import CublasLtBackend
 from jetrl_patch.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends.gpu import TritonBackend
 from jetrl_patch.backends.quantize import Quantized, block_scales
 from jetrl_patch.errors import ConfigError, ModelError
 
@@ -202,6 +203,31 @@ def test_what_the_libraries_are_handed(library, shape, scale_format):
         dw = library.wgrad(g, xq, dtype)
         assert dw.dtype == dtype and dw.shape == (N, K)
         assert sqnr(dw, torch_backend.wgrad(g, xq, torch.float32)) > SQNR_GEMM
+
+
+def test_triton_leaves_gradients_to_cublaslt(monkeypatch):
+    """In BF16, and if its widths are multiples of 16; otherwise to its own kernels."""
+    gemm_backward = pytest.importorskip("jetrl_patch.kernels.gemm_backward")
+    monkeypatch.setattr("jetrl_patch.backends.gpu.check_cublaslt", lambda: (True, "CUDA 12.9"))
+    monkeypatch.setattr(TritonBackend, "quantizers", lambda self, x: None)
+    monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
+    own = []
+    for name in ("dgrad", "wgrad"):
+        monkeypatch.setattr(gemm_backward, name, lambda *a, name=name, **k: own.append(name) or torch.zeros(1))
+    ours, theirs = TritonBackend(), get_backend("torch")
+    for M, N, K in ((1, 128, 128), (33, 320, 1008), (130, 256, 512)):
+        gen = torch.Generator().manual_seed(0)
+        x, g = (torch.randn(M, width, generator=gen).to(torch.bfloat16) for width in (K, N))
+        xq, w = theirs.quantize_activation(x, "pow2"), theirs.quantize_weight(torch.randn(N, K, generator=gen), "pow2")
+        found, expected = (b.gradients(g, xq, w, (torch.bfloat16,) * 2) for b in (ours, theirs))
+        assert all(a.dtype == torch.bfloat16 and sqnr(a, b) > SQNR_GEMM for a, b in zip(found, expected, strict=True))
+    assert not own
+    ours.gradients(g, xq, w, (torch.float32,) * 2)
+    ours.gradients(g, xq, w, (torch.bfloat16,) * 2, torch.zeros(N, K))
+    ours.gradients(g[:0], xq.rows(slice(0)), w, (torch.bfloat16,) * 2)
+    w = theirs.quantize_weight(torch.ones(72, 512), "pow2")
+    ours.gradients(g[:, :72].contiguous(), xq, w, (torch.bfloat16,) * 2)
+    assert own == ["dgrad", "wgrad", "wgrad", *["dgrad", "wgrad"] * 2]
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])

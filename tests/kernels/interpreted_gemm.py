@@ -87,9 +87,10 @@ def test_one_scale_per_block_gives_the_same_bits(shape, scale_format, wide, monk
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_a_row_depends_on_itself_alone(out_dtype):
+def test_a_row_depends_on_itself_alone(out_dtype, monkeypatch):
     x, s, w, rows = operands(300, 130, 500, "fp32")
     whole = fprop(x, s, w, rows, out_dtype)
+    monkeypatch.setattr(gemm_common, "FILLED", 4)  # two rows of wide tiles from 129 rows on
     for size in (1, 7, 64, 130, 256):
         for start in (0, 1, 130, 300 - size):
             if start + size <= 300:
@@ -98,16 +99,17 @@ def test_a_row_depends_on_itself_alone(out_dtype):
 
 
 def test_a_tile_follows_the_width_and_whether_rows_are_few(monkeypatch):
-    """Nothing else: one tile up to 64 rows, one above, whose bits ``interpreted_decode`` compares. Split sums have one."""
+    """One tile up to 64 rows, one above, and the wide one once it fills the GPU. Split sums have one."""
     seen = []
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: seen.append((k["ROWS"], k["COLUMNS"]))})
     monkeypatch.setattr("jetrl_patch.kernels.gemm.fprop_kernel", kernel())
-    for M in (1, 7, 64, 65, 256, 5000):
+    for M in (1, 7, 64, 65, 256, 119 * 128, 119 * 128 + 1):
         for splits in (1, 2):
             q, s = torch.zeros(M, 256, dtype=torch.float8_e4m3fn), torch.ones(M, 2)
             fprop(q, s, q.new_zeros(64, 256), torch.ones(64, 2), splits=splits)
     whole, split = seen[::2], seen[1::2]
-    assert set(whole[:3]) == {(64, 32)} and set(whole[3:]) == set(split) == {(128, 64)}  # at least 64 rows: FP8 wgmma
+    assert set(whole[:3]) == {(64, 32)} and set(whole[3:-1]) == set(split) == {(128, 64)}  # at least 64 rows: FP8 wgmma
+    assert whole[-1] == (128, 128)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
