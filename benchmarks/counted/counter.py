@@ -101,7 +101,8 @@ class Counter(TorchDispatchMode):
             given = (args[1:] if name in OVERWRITE else args, kwargs)
             read = {id(t): t for t in tree_leaves(given) if isinstance(t, Tensor)}
             written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-            flops = 2.0 * written[0].numel() * args[-1].shape[-2] if name in ("aten::mm", "aten::addmm", "aten::bmm") else 0.0
+            matrices = [t for t in args if isinstance(t, Tensor)]
+            flops = 2.0 * written[0].numel() * matrices[-1].shape[-2] if name in ("aten::mm", "aten::addmm", "aten::bmm") else 0.0
             record(name.removeprefix("aten::"), (*read.values(), *written), flops)
             if name in TWICE:
                 record(name.removeprefix("aten::"), written)

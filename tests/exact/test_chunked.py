@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl_patch.exact import ops
+from jetrl_patch.exact import logprob, ops
 from jetrl_patch.exact.logprob import chunked_log_probs
-from tests.fp8.thresholds import SQNR_GEMM, sqnr
+from tests.fp8.thresholds import SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
 
 T, K, V = 37, 64, 384
 
@@ -65,3 +65,38 @@ def test_a_frozen_head_gets_no_gradient(given):
     hidden, weight, labels = given[0].requires_grad_(), given[1], given[2]
     chunked_log_probs(hidden, weight, labels, ops.linear, rows=8)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+# ---- lm_head in FP32 -----------------------------------------------------------------------------
+
+def operands(M, N):
+    gen = torch.Generator().manual_seed(M)
+    g = torch.randn(M, N, generator=gen) * torch.exp(3 * torch.randn(M, 1, generator=gen))
+    return g, *(torch.randn(rows, K, generator=gen).to(torch.bfloat16) for rows in (M, N))
+
+
+@pytest.mark.parametrize("M", [1, T])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_three_bf16_terms_are_as_good_as_fp32(M, wanted, monkeypatch):
+    monkeypatch.setattr(logprob, "TERM_BYTES", 4 * 128 * M)  # ranges of 128 logits, the last of 64
+    g, x, w = operands(M, V + 64)
+    assert torch.equal(sum(term.float() for term in logprob.in_terms(g, logprob.TERMS)), g)
+    found = logprob.fp32_gradients(g, x, w, torch.float32, wanted, logprob.TERMS)
+    for value, expected, want in zip(found, (g.double() @ w.double(), g.double().t() @ x.double()), wanted, strict=True):
+        assert (value is not None) == want and (not want or sqnr(value, expected) > SQNR_KERNEL_FP32)
+
+
+def test_a_gpu_multiplies_no_fp32_numbers():
+    """38 bytes a logit for the terms, and no FP32 copy of the weight."""
+    counter = pytest.importorskip("benchmarks.counted.counter")
+    M, N = 256, 1024
+    with counter.hopper(), counter.Counter() as counted:
+        x, w = (torch.empty(rows, K, dtype=torch.bfloat16, device="meta", requires_grad=True) for rows in (M, N))
+        y = ops.head_linear_fp32(x, w)
+        forward = len(counted.launches)
+        y.backward(torch.empty_like(y))
+    backward = counted.launches[forward:]
+    products = [launch for launch in backward if launch.name in ("mm", "addmm")]
+    assert sum(launch.flops for launch in products) == 2 * 3 * 2.0 * M * N * K
+    split = [launch.bytes for launch in backward if launch.name in ("sub", "_to_copy")]
+    assert sum(split) == M * N * 38 + M * K * 6  # and dX is rounded once
