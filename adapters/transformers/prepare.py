@@ -200,7 +200,7 @@ def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str,
     latent.check_latent(model.config, config.kv_cache, device_type)
     dispatch.configure(config.backend, device_type, config.scale_format)
     if has_delta_nets(model.config):
-        delta_net.require_kernels(device_type)
+        delta_net.require_kernels(device_type, config.backend)
     text = text_config(model.config)
     heads = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or heads

@@ -227,7 +227,7 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
         device = str(select("trainer.device"))
         yield from raised(lambda: check_latent(hf_config, "auto", device))
         if has_delta_nets(hf_config):
-            yield from raised(lambda: require_kernels(device))
+            yield from raised(lambda: require_kernels(device, config.backend))
     if logprob.is_used(select, config):
         yield from raised(lambda: logprob.check_model(hf_config))
     if runs(veomni.STRATEGY, select, config):

@@ -90,7 +90,7 @@ class ExactDeltaNet(QwenGatedDeltaNetAttention):
         requests = step.num_decodes + step.num_prefills
         starts, slots, has_state = step.non_spec_query_start_loc, step.non_spec_state_indices_tensor, step.has_initial_state
         assert starts is not None and slots is not None and has_state is not None
-        tokens = int(starts[requests])
+        tokens = step.num_decode_tokens + step.num_prefill_tokens
         weights = (unpacked(self.conv1d).flatten(1), self.A_log.data, self.dt_bias.data)
         sizes = (self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim)
         where = (slots[:requests], ~has_state[:requests])

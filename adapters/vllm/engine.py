@@ -217,7 +217,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise _not_bf16(model.dtype, "set dtype='bfloat16'")
     if config.exact:
         check_latent(model.hf_config, config.kv_cache, str(current_platform.device_type))
-        _check_exact(vllm_config, model.hf_config)
+        _check_exact(vllm_config, model.hf_config, config)
     if config.channelwise:
         return  # one scale per row: no split cuts a block
     tp = parallel.tensor_parallel_size
@@ -264,7 +264,7 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
         split.check(f"the experts of {family.causal_lm}", *sizes)
 
 
-def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
+def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> None:
     from vllm.platforms import current_platform
 
     from jetrl_patch.exact.delta_net import require_kernels
@@ -274,7 +274,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     device_problems(vllm_config)
     family = check_family(hf_config)
     if family.delta_net:
-        require_kernels(str(current_platform.device_type))
+        require_kernels(str(current_platform.device_type), config.backend)
+        _run_eagerly(vllm_config, config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
@@ -292,6 +293,20 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     if found := _present(problems) + sampling_switches(vllm_config) + split + states:
         why = "trainer and rollout would differ. Turn it off, or use align='linear'."
         raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
+
+
+def _run_eagerly(vllm_config: VllmConfig, config: Config) -> None:
+    """Turn off CUDA graphs, which are not proven for gated delta nets. Raises ConflictError if the settings ask for them."""
+    from vllm.config import CUDAGraphMode
+
+    if vllm_config.model_config.enforce_eager:
+        return
+    if config.decode_graphs is True:
+        what, required = "decode_graphs=True with gated delta nets in exact mode", "eager decoding (their graphs are not proven)"
+        raise ConflictError(explain(what, required=required, found="True", fix="leave decode_graphs at 'auto'"))
+    logger.warning("jetrl_patch: decoding runs eagerly, without CUDA graphs: those of gated delta nets are not proven")
+    vllm_config.model_config.enforce_eager = True
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def _mm_problems(vllm_config: VllmConfig) -> dict[str, bool]:

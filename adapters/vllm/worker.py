@@ -31,6 +31,7 @@ from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
 from jetrl_patch.models.families import LLAMA_LIKE, Family, family_of
+from jetrl_patch.models.structure import has_delta_nets
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
@@ -60,6 +61,10 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
             raise ModelError(explain(what, required=required, found=f"transformers' {kind}", fix=fix))
 
 
+#: whether an attention with gated outputs, on a GPU, computes its norms and its rotary embedding in a kernel of vLLM's own
+_FUSED = "use_fused_qk_norm_rope_gate"
+
+
 def finish_model(worker: Any) -> None:
     """Swap these modules of a loaded worker. Raises ModelError if one has no exact counterpart."""
     config, model = worker.vllm_config.model_config, worker.model_runner.get_model()
@@ -67,6 +72,10 @@ def finish_model(worker: Any) -> None:
     assert family is not None  # ``engine`` has checked it
     if config.using_transformers_backend():
         finish_transformers(model, family)
+    elif family.delta_net:
+        for module in model.modules():
+            if hasattr(module, _FUSED):
+                setattr(module, _FUSED, False)
     elif family.chooser:  # routers by a sigmoid: torch linears in FP32, or vLLM's own in BF16
         for module in model.modules():
             if isinstance(module, ExactGateLinear):
@@ -88,6 +97,14 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
         head_dim=model.get_head_size(),
         vocab=model.get_vocab_size(),
     )
+
+
+def delta_net_sizes(vllm_config: VllmConfig) -> tuple[int, int, int, int]:
+    """(KH, H, K, V) of one tensor-parallel rank's gated delta nets, as in ``exact.delta_net``."""
+    text: Any = vllm_config.model_config.hf_text_config
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    heads = text.linear_num_key_heads // tp, text.linear_num_value_heads // tp
+    return *heads, text.linear_key_head_dim, text.linear_value_head_dim
 
 
 def require_attention(worker: Any) -> None:
@@ -112,6 +129,8 @@ def try_ops(worker: Any, config: Config) -> None:
         vision = getattr(worker.vllm_config.model_config.hf_config, "vision_config", None)
         if vision is not None:  # a text model has none
             trial.require_exact_tower(vision.hidden_size, vision.num_heads, worker.device)
+        if has_delta_nets(worker.vllm_config.model_config.hf_config):
+            trial.require_exact_delta_net(delta_net_sizes(worker.vllm_config), sizes, worker.device)
         choose_sum(worker.device)
         keep_equal(worker.model_runner.get_model())
 

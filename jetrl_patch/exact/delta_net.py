@@ -6,8 +6,8 @@
     S      = decay S;  u = v - k^T S;  S += k (beta u);  o = q^T S          FP32, sums over ascending k; o rounded to BF16
 
 A chunked formula would be faster, but its sums depend on where chunks begin, and a rollout begins anywhere: after a cached
-prefix, a chunk of a prefill, or a token. The state is FP32 in the rollout's cache too. Only C kernels compute this, so it needs a
-CPU.
+prefix, a chunk of a prefill, or a token. The state is FP32 in the rollout's cache too. There are C and Triton kernels, and no
+torch formulas.
 
 Shape legend: T tokens of all sequences, R sequences, H heads for values, V wide, KH for keys, K wide, C = 2 KH K + H V channels,
 W taps. ``sizes`` is (KH, H, K, V).
@@ -23,19 +23,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.exact.dispatch import serving
-from jetrl_patch.native import ops
+from jetrl_patch.exact.dispatch import kernel_for, serving
 from jetrl_patch.native.ops import DeltaInputs, Pool
 
 Sizes = tuple[int, int, int, int]
 
 
-def require_kernels(device_type: str) -> None:
-    """Raise ConfigError if exact gated delta nets cannot run on a device."""
-    found = f"the {serving(device_type)} ops" if device_type == "cpu" else device_type
-    if found != "the native ops":
-        required, fix = "a CPU and a C compiler (they have no other kernels)", "use align='linear'"
+def require_kernels(device_type: str, backend: str = "auto") -> None:
+    """Raise ConfigError if exact gated delta nets cannot run on a device with ``Config.backend``."""
+    found = "the torch ops" if backend == "torch" or (device_type == "cpu" and serving("cpu") == "torch") else device_type
+    if found not in ("cpu", "cuda"):
+        required, fix = "a GPU, or a CPU and a C compiler, and a backend other than 'torch'", "use align='linear'"
         raise ConfigError(explain("align='exact' with gated delta nets", required=required, found=found, fix=fix))
+
+
+def _kernel(op: str, tensor: Tensor) -> Any:
+    kernel = kernel_for(op, tensor)
+    if kernel is None:
+        require_kernels(tensor.device.type, "torch")
+    return kernel
 
 
 def delta_net_paged(
@@ -53,9 +59,10 @@ def delta_net_paged(
         BF16 [T, H, V].
     """
     w_CW, A_log, dt_bias = (w.to(torch.bfloat16) for w in weights)
-    y_TC = ops.conv(x_TC, w_CW, starts, Pool(states[0], slots, fresh))
-    inputs = ops.delta_inputs(y_TC, *gates, A_log, dt_bias, sizes)
-    return ops.delta_rule(inputs, y_TC, starts, sizes, Pool(states[1], slots, fresh))
+    y_TC = _kernel("conv", x_TC)(x_TC, w_CW, starts, Pool(states[0], slots, fresh))
+    inputs = _kernel("delta_inputs", x_TC)(y_TC, *gates, A_log, dt_bias, sizes)
+    found: Tensor = _kernel("delta_rule", x_TC)(inputs, y_TC, starts, sizes, Pool(states[1], slots, fresh))
+    return found
 
 
 class _DeltaNet(torch.autograd.Function):
@@ -65,8 +72,9 @@ class _DeltaNet(torch.autograd.Function):
     ) -> Tensor:
         given = (x, a, b, weight, A_log, dt_bias)
         x_TC, a_TH, b_TH, w_CW, A_H, bias_H = rounded = [t.detach().to(torch.bfloat16) for t in given]
-        y_TC = ops.conv(x_TC, w_CW, starts)
-        out = ops.delta_rule(ops.delta_inputs(y_TC, a_TH, b_TH, A_H, bias_H, sizes), y_TC, starts, sizes)
+        y_TC = _kernel("conv", x)(x_TC, w_CW, starts)
+        inputs = _kernel("delta_inputs", x)(y_TC, a_TH, b_TH, A_H, bias_H, sizes)
+        out = _kernel("delta_rule", x)(inputs, y_TC, starts, sizes)
         ctx.save_for_backward(*rounded, y_TC, starts)
         ctx.sizes, ctx.dtypes = sizes, [t.dtype for t in given]
         return out
@@ -77,15 +85,15 @@ class _DeltaNet(torch.autograd.Function):
         *rounded, y_TC, starts = ctx.saved_tensors
         _, a_TH, b_TH, _, A_H, bias_H = rounded
         KH, H, K, V = ctx.sizes
-        inputs = ops.delta_inputs(y_TC, a_TH, b_TH, A_H, bias_H, ctx.sizes)
-        of_inputs, dv = ops.delta_gradients(inputs, y_TC, starts, ctx.sizes, grad_outputs[0])
+        inputs = _kernel("delta_inputs", y_TC)(y_TC, a_TH, b_TH, A_H, bias_H, ctx.sizes)
+        of_inputs, dv = _kernel("delta_gradients", y_TC)(inputs, y_TC, starts, ctx.sizes, grad_outputs[0])
         with torch.enable_grad():
             leaves = [t.float().requires_grad_() for t in rounded]
             x, a, b, weight, A_log, dt_bias = leaves
             z = convolution(x, weight, starts)
             y = F.silu(z)
             y = y + (y_TC.float() - y).detach()  # the derivative where the forward was
-            outputs = (*delta_inputs(y, a, b, A_log, dt_bias, ctx.sizes), y[:, 2 * KH * K :].unflatten(1, (H, V)))
+            outputs = (*logarithmic_inputs(y, a, b, A_log, dt_bias, ctx.sizes), y[:, 2 * KH * K :].unflatten(1, (H, V)))
             found = torch.autograd.grad(outputs, leaves, (*of_inputs, dv))
         return *(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)), None, None
 
@@ -94,7 +102,7 @@ def convolution(x_TC: Tensor, w_CW: Tensor, starts: Tensor) -> Tensor:
     """The causal convolution of packed sequences [T, C] by torch's operations, for gradients."""
     T, W = x_TC.shape[0], w_CW.shape[1]
     lengths = starts.long().diff()
-    places = torch.arange(T) - starts[:-1].long().repeat_interleave(lengths)
+    places = torch.arange(T, device=x_TC.device) - starts[:-1].long().repeat_interleave(lengths, output_size=T)
     total = x_TC * w_CW[:, W - 1]
     for back in range(1, min(W, T)):
         earlier = F.pad(x_TC[: T - back], (0, 0, back, 0)) * (places >= back).unsqueeze(1)
@@ -102,12 +110,12 @@ def convolution(x_TC: Tensor, w_CW: Tensor, starts: Tensor) -> Tensor:
     return total
 
 
-def delta_inputs(y_TC: Tensor, a_TH: Tensor, b_TH: Tensor, A_log: Tensor, dt_bias: Tensor, sizes: Sizes) -> DeltaInputs:
-    """``native.ops.delta_inputs`` by torch's operations, for gradients, in the dtype of its inputs."""
+def logarithmic_inputs(y_TC: Tensor, a_TH: Tensor, b_TH: Tensor, A_log: Tensor, dt_bias: Tensor, sizes: Sizes) -> DeltaInputs:
+    """The rule's inputs, with log(decay), by torch's operations, for gradients, in the dtype of the arguments."""
     KH, _, K, _ = sizes
     q, k = (t.unflatten(1, (KH, K)) for t in y_TC[:, : 2 * KH * K].chunk(2, 1))
     q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
-    return DeltaInputs(q * K**-0.5, k, (-A_log.exp() * F.softplus(a_TH + dt_bias, threshold=60)).exp(), b_TH.sigmoid())
+    return DeltaInputs(q * K**-0.5, k, -A_log.exp() * F.softplus(a_TH + dt_bias, threshold=60), b_TH.sigmoid())
 
 
 def delta_net(

@@ -19,7 +19,10 @@ from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.native import ops
 
 #: op -> the module of its Triton kernel
-_TRITON = {"rms_norm": "norm", "silu_mul": "elementwise", "rotary": "elementwise", "bf16_gemm": "head", "route": "mixture"}
+_TRITON = {
+    **{"rms_norm": "norm", "silu_mul": "elementwise", "rotary": "elementwise", "bf16_gemm": "head", "route": "mixture"},
+    **dict.fromkeys(("conv", "delta_inputs", "delta_rule", "delta_gradients"), "delta_net"),
+}
 _chosen: dict[str, str] = {}
 #: (device type, head width) -> what computes attention instead of the implementation. "" for the implementation itself
 attentions: dict[tuple[str, int], str] = {}

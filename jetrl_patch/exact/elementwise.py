@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_patch.backends.gpu import written
 from jetrl_patch.exact.dispatch import implementation, kernel_for, kernels_serve
-from jetrl_patch.native import ops
 
 # ---- A norm passes its input on to the block's residual: an attribute of its result, so hooks and wrappers still see a tensor
 
@@ -33,22 +32,22 @@ def passed(norm: Any, x: Tensor) -> tuple[Any, Tensor]:
 
 
 # ---- RMSNorm in the rounding order of Hugging Face models: y = bf16(w * bf16(x / rms(x))) --------
-# Some families multiply by 1 + weight, and round once: y = bf16((1 + w) * (x / rms(x))). Triton has no kernel for these.
+# Some families multiply by 1 + weight, and round once: y = bf16((1 + w) * (x / rms(x))).
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, passes: bool, one_plus: bool = False) -> Any:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         w_K = weight.detach().to(torch.bfloat16)
-        if one_plus:
-            y, rstd = _one_plus_norm(x_MK, w_K, eps)
-            w_K = 1 + w_K.float()
-        elif (rms_norm_kernel := kernel_for("rms_norm", x)) is not None:
-            y, rstd = rms_norm_kernel(x_MK, w_K, eps)
+        if (rms_norm_kernel := kernel_for("rms_norm", x)) is not None:
+            y, rstd = rms_norm_kernel(x_MK, w_K, eps, one_plus)
         else:  # FP64 sums, whose order changes the FP32 result of about one row in 10^8
             exact = x_MK.double()
             rstd = (exact.pow(2).mean(-1) + eps).rsqrt().float()
-            y = w_K * (x_MK.float() * rstd.unsqueeze(-1)).to(torch.bfloat16)
+            y = x_MK.float() * rstd.unsqueeze(-1)
+            y = ((1 + w_K.float()) * y).to(torch.bfloat16) if one_plus else w_K * y.to(torch.bfloat16)
+        if one_plus:
+            w_K = 1 + w_K.float()
         ctx.save_for_backward(x_MK, w_K, rstd)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.set_materialize_grads(False)
@@ -60,20 +59,14 @@ class _RMSNorm(torch.autograd.Function):
         return *rms_norm_gradients(ctx, kernel, *grad_outputs), None, None, None
 
 
-def _one_plus_norm(x_MK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if implementation(x_MK) == "native":
-        return ops.rms_norm(x_MK, w_K, eps, one_plus=True)
-    rstd = (x_MK.double().pow(2).mean(-1) + eps).rsqrt().float()
-    return ((1 + w_K.float()) * (x_MK.float() * rstd.unsqueeze(-1))).to(torch.bfloat16), rstd
-
-
 def rms_norm_gradients(
     ctx: Any, kernel: bool, dy: Tensor | None, other: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and of the weight, computed in FP32.
 
     Args:
-        ctx: of a forward pass with inputs x and weight, which saved their BF16 values [M, K] and [K], and 1/rms FP32 [M].
+        ctx: of a forward pass with inputs x and weight, which saved x as BF16 [M, K], what it multiplied by [K], and 1/rms FP32
+            [M].
         kernel: use the Triton kernel, not torch's operations.
         dy: the gradient of the result.
         other: BF16, the gradient of the x that the norm passed on. It is added to the gradient of x, as autograd would.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.exact import dispatch, flash3, kv_cache, ops, tower
+from jetrl_patch.exact import delta_net, dispatch, flash3, kv_cache, ops, tower
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
 # In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
@@ -33,6 +33,8 @@ PAGE = 16
 COLUMNS, SCORED = 4096, 64
 #: first row of a weight's shard on a tensor-parallel rank: inside a tile, as when eight ranks split Qwen's vocabulary
 HELD = 48
+#: taps of a delta net's convolution
+TAPS = 4
 
 _proven: set[tuple[object, ...]] = set()
 
@@ -185,6 +187,37 @@ class _Trial:
         return (k_cache, v_cache), None, table.to(k.device)
 
 
+    def delta_net(self, shape: delta_net.Sizes) -> str:
+        """Compare packed sequences with steps over a pool of states, and with each alone; and rows of the norms around."""
+        (KH, H, K, V), T, lengths = shape, self.tokens, self.batches[0]
+        C, ends = 2 * KH * K + H * V, [0, *itertools.accumulate(lengths)]
+        x, a, b = self.random(T, C), self.random(T, H), self.random(T, H)
+        weights = self.random(C, TAPS), self.random(H), self.random(H)
+        trained = delta_net.delta_net(x, (a, b), weights, self.integers(ends), shape)
+        count = len(lengths)
+        taps = torch.full((count + 1, (TAPS - 1) * C), float("nan"), dtype=x.dtype, device=x.device)
+        states = taps, torch.full((count + 1, H * K * V), float("nan"), device=x.device)
+        halves = [(0, n // 2) for n in lengths], [(n // 2, n - 1) for n in lengths]
+        for spans in (*halves, [(n - 1, n) for n in lengths]):
+            live = [r for r, (begin, end) in enumerate(spans) if begin < end]
+            picked = torch.tensor([ends[r] + t for r in live for t in range(*spans[r])], device=x.device)
+            starts = self.integers([0, *itertools.accumulate(spans[r][1] - spans[r][0] for r in live)])
+            fresh = torch.tensor([spans[r][0] == 0 for r in live], device=x.device)
+            slots = self.integers([count - r for r in live])
+            gates = a[picked], b[picked]
+            found = delta_net.delta_net_paged(x[picked], gates, weights, starts, shape, states, slots, fresh)
+            require_equal(found, trained[picked], f"values: differ between a step of {len(picked)} tokens and a packed batch")
+        for begin, end in itertools.pairwise(ends):
+            rows, one = slice(begin, end), self.integers([0, end - begin])
+            alone = delta_net.delta_net(x[rows], (a[rows], b[rows]), weights, one, shape)
+            require_equal(alone, trained[rows], f"values: differ between a sequence of {end - begin} alone and in a packed batch")
+        for width in (self.sizes.hidden, self.sizes.head_dim):
+            y, w = self.random(T, width), self.random(width)
+            self.rows(lambda part: ops.rms_norm(y[part], w, 1e-6, one_plus=True), T)  # noqa: B023
+        z, w = self.random(T, H, V), self.random(V)
+        return self.rows(lambda part: ops.silu_mul(z[part], ops.rms_norm(trained[part], w, 1e-6)), T)
+
+
 def _tried(call: Callable[[], str]) -> Verdict:
     try:
         return as_verdict(call)()
@@ -232,12 +265,29 @@ def require_exact_tower(hidden: int, heads: int, device: torch.device, lengths: 
 
     Raises ModelError if an image's features would depend on other images, or an op cannot run.
     """
-    if device.type == "cpu":
-        return
-    verdict = _tried(partial(_Trial(Sizes(hidden, 0, 0, 0, 0, 0), device, lengths).tower, heads))
+    if device.type != "cpu":
+        call = partial(_Trial(Sizes(hidden, 0, 0, 0, 0, 0), device, lengths).tower, heads)
+        _require(device, "vision tower", "features of an image that do not depend on the batch", _tried(call))
+
+
+@torch.no_grad()
+def require_exact_delta_net(
+    shape: delta_net.Sizes, sizes: Sizes, device: torch.device, lengths: tuple[int, ...] = LENGTHS
+) -> None:
+    """Test gated delta nets, and norms that multiply by 1 + weight; never on a CPU. Raises as ``require_exact_ops``."""
+    key = (*shape, *sizes, str(device))
+    if device.type != "cpu" and key not in _proven:
+        _require(device, "gated delta net", ROWS, _tried(partial(_Trial(sizes, device, lengths).delta_net, shape)))
+        _proven.add(key)
+
+
+#: what the trial requires of an op
+ROWS = "rows that do not depend on the batch"
+
+
+def _require(device: torch.device, name: str, required: str, verdict: Verdict) -> None:
     if not verdict.ok:
-        what, fix = f"align='exact' on {device}, vision tower", "use align='linear' (shared FP8 linears, a small mismatch)"
-        required = "features of an image that do not depend on the batch"
+        what, fix = f"align='exact' on {device}, {name}", "use align='linear' (shared FP8 linears, a small mismatch)"
         raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
 
 
@@ -250,10 +300,7 @@ def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE, fp8_
     if device.type == "cpu" or key in _proven:
         return
     for name, verdict in compare_ops(sizes, device, LENGTHS, page, fp8_cache, LARGE):
-        if not verdict.ok:
-            what, fix = f"align='exact' on {device}, {name}", "use align='linear' (shared FP8 linears, a small mismatch)"
-            required = "rows that do not depend on the batch"
-            raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
+        _require(device, name, ROWS, verdict)
     torch.cuda.empty_cache()
     _proven.add(key)
 

@@ -41,9 +41,10 @@ class Tile(NamedTuple):
 
 
 #: head dimension -> tile, which must not depend on the number of rows, keys or requests. Each warpgroup has 64 rows, so its
-#: scores stay in its registers. A program holds the sum of the current chunk and that of the chunks before it. The second may
-#: spill, because it is used once per chunk
-TILES = {64: Tile(64, 64, 2, 4), 128: Tile(128, 64, 2, 8)}
+#: scores stay in its registers. (With 256, two warpgroups share 64 rows: each computes all scores, and half of the sum.) A
+#: program holds the sum of the current chunk and that of the chunks before it. The second may spill, because it is used once per
+#: chunk
+TILES = {64: Tile(64, 64, 2, 4), 128: Tile(128, 64, 2, 8), 256: Tile(64, 32, 2, 8)}
 HEAD_DIMS = tuple(TILES)
 
 
@@ -116,7 +117,7 @@ PROGRAMS = 2048
 WORKSPACE = 64 << 20
 
 #: head dimension -> rows per program of ``combine_kernel`` (nine programs fit on an SM); its warps and pipeline stages
-COMBINE_ROWS = {64: 16, 128: 8}
+COMBINE_ROWS = {64: 16, 128: 8, 256: 4}
 COMBINE_WARPS, COMBINE_STAGES = 4, 4
 
 
@@ -392,5 +393,5 @@ def _launch(
 def check_head_dim(width: int) -> None:
     """Raise ModelError for a head dimension without a kernel."""
     if width not in HEAD_DIMS:
-        required = f"head dimension {' or '.join(map(str, HEAD_DIMS))}"
+        required = f"head dimension {', '.join(map(str, HEAD_DIMS))}"
         raise ModelError(explain("align='exact' on CUDA", required=required, found=width, fix="use align='linear'"))

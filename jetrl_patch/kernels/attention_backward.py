@@ -29,9 +29,9 @@ class Tile(NamedTuple):
 
 
 #: head dimension -> rows held and keys looped over, for dQ
-DQ = {64: Tile(64, 64, 4), 128: Tile(128, 64, 8)}
+DQ = {64: Tile(64, 64, 4), 128: Tile(128, 64, 8), 256: Tile(64, 32, 8)}
 #: head dimension -> keys held and rows looped over, for dK and dV
-DKDV = {64: Tile(64, 32, 4), 128: Tile(128, 32, 8)}
+DKDV = {64: Tile(64, 32, 4), 128: Tile(128, 32, 8), 256: Tile(64, 16, 8)}
 STAGES = 2
 #: rows per program of ``row_sums_kernel``, and its warps
 SUMMED, WARPS = 32, 4

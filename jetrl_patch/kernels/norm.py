@@ -130,19 +130,20 @@ def warps_for(covering: int) -> int:
 
 @triton.jit
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x, w, y, rstd, K, x_m, EPS: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr
+    x, w, y, rstd, K, x_m, EPS: tl.constexpr, GROUPS: tl.constexpr, ONE_PLUS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """GROUPS is a power of two; GROUPS * 128 is at least K."""
+    """GROUPS is a power of two; GROUPS * 128 is at least K. With ONE_PLUS, y = bf16((1 + w) * (x / rms(x)))."""
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
     root = reciprocal_rms(value, K, EPS)
     weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
-    tl.store(y + m * K + k, rounded(weight * bf16_value(value * root, HARDWARE)), mask=k < K)
+    result = (1.0 + weight) * (value * root) if ONE_PLUS else weight * bf16_value(value * root, HARDWARE)
+    tl.store(y + m * K + k, rounded(result), mask=k < K)
     tl.store(rstd + m, root)
 
 
-def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float, one_plus: bool = False) -> tuple[Tensor, Tensor]:
     """Return y BF16 [M, K] and 1/rms FP32 [M]. Inputs are BF16; x may have any row stride.
 
     Raises ModelError if a row is wider than one program can hold.
@@ -158,7 +159,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
     if M:
         covering = triton.next_power_of_2(groups(K))
         rms_norm_kernel[(M,)](
-            x_MK, weight_K.contiguous(), y, rstd, K, x_MK.stride(0), EPS=float(eps), GROUPS=covering,
+            x_MK, weight_K.contiguous(), y, rstd, K, x_MK.stride(0), EPS=float(eps), GROUPS=covering, ONE_PLUS=one_plus,
             HARDWARE=not triton.knobs.runtime.interpret, num_warps=warps_for(covering), **PINNED,
         )  # fmt: skip
     return y, rstd
@@ -304,7 +305,8 @@ def rms_norm_backward(
     """dx [M, K] in ``dtype`` (BF16 or FP32), and dw FP32 [K] if requested.
 
     Args:
-        x_MK, weight_K: BF16, as the forward pass read them; x may have any row stride.
+        x_MK: BF16, as the forward pass read it, with any row stride.
+        weight_K: what the forward pass multiplied by, BF16 or FP32.
         rstd_M: 1 / rms FP32 [M], which the forward pass returned.
         dy_MK: the gradient of the result, BF16 or FP32.
         other_MK: the gradient of x from elsewhere, BF16, added to a dx in BF16.

@@ -336,7 +336,7 @@ def delta_rule(
 def delta_gradients(
     inputs: DeltaInputs, y_TC: Tensor, starts: Tensor, sizes: tuple[int, int, int, int], grad_THV: Tensor
 ) -> tuple[DeltaInputs, Tensor]:
-    """The gradients of ``delta_rule`` without a pool, FP32: of the inputs, and of the values [T, H, V]."""
+    """The gradients of ``delta_rule`` without a pool, FP32: of the inputs, with log(decay), and of the values [T, H, V]."""
     KH, H, K, V = sizes
     v, starts, grad_THV = y_TC[:, 2 * KH * K :], starts.contiguous(), grad_THV.float().contiguous()
     T, R = y_TC.shape[0], starts.numel() - 1
@@ -346,4 +346,4 @@ def delta_gradients(
     _checked(_call("jetrl_delta_gradients", *arguments, _threads(T * H * K * V)))
     dq, dk, dv, ddecay, dbeta = per_head
     dq, dk = (t.unflatten(1, (KH, H // KH)).sum(2) for t in (dq, dk))  # the heads that share a key head
-    return DeltaInputs(dq, dk, ddecay, dbeta), dv
+    return DeltaInputs(dq, dk, ddecay * decay, dbeta), dv

@@ -9,11 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from jetrl_patch.backends import capability
-from jetrl_patch.exact import dispatch, flash3, ops, trial
+from jetrl_patch.exact import delta_net, dispatch, flash3, ops, trial
 from jetrl_patch.fp8.lora import merged_weight
 
 from ..dispatched import dispatched
-from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_GEMM, sqnr
+from ..exact import test_delta_net as delta_nets
+from ..fp8.thresholds import (
+    KERNEL_EQUALS_ORACLE,
+    SQNR_ATTENTION,
+    SQNR_ATTENTION_GRADIENT,
+    SQNR_DELTA_NET,
+    SQNR_DELTA_NET_GRADIENT,
+    SQNR_GEMM,
+    sqnr,
+)
 from .optional import not_tried
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +33,7 @@ MODELS = {
     "Qwen2.5-0.5B": trial.Sizes(896, 4864, 14, 2, 64, 151936),
     "Qwen2.5-7B": trial.Sizes(3584, 18944, 28, 4, 128, 152064),
     "Qwen3-8B": trial.Sizes(4096, 12288, 32, 8, 128, 151936),
+    "Qwen3-Next-80B-A3B": trial.Sizes(2048, 5120, 16, 2, 256, 151936),
     "Llama-3.1-8B TP=4": trial.Sizes(4096, 3584, 8, 2, 128, 128256),
 }
 LENGTHS = [1, 33, 7, 64, 300, 1025]
@@ -46,7 +56,7 @@ def attention(request, monkeypatch):
     if request.param == flash3.FLASH3 and kernel is None:
         not_tried("FlashAttention-3", missing)
     chosen = request.param if request.param == flash3.FLASH3 else ""
-    monkeypatch.setattr(dispatch, "attentions", {("cuda", width): chosen for width in (64, 128)})
+    monkeypatch.setattr(dispatch, "attentions", {("cuda", width): chosen for width in (64, 128, 256)})
     return request.param
 
 
@@ -80,7 +90,7 @@ def oracle(q, k, v, ends, scale):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (7, 1, 64), (8, 2, 128), (28, 4, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (7, 1, 64), (8, 2, 128), (28, 4, 128), (16, 2, 256)])
 def test_attention_and_its_gradients_against_fp64(device, attention, heads, kv_heads, width):
     ends = [0, *itertools.accumulate(LENGTHS)]
     q, k, v = (
@@ -96,6 +106,30 @@ def test_attention_and_its_gradients_against_fp64(device, attention, heads, kv_h
     assert sqnr(out.detach(), expected.detach()) > SQNR_ATTENTION
     for ours, theirs in zip((q, k, v), wide):
         assert sqnr(ours.grad, theirs.grad) > SQNR_ATTENTION_GRADIENT
+
+
+@pytest.mark.parametrize("shape", [(16, 32, 128, 128), (2, 4, 64, 64), (3, 3, 40, 24)])
+def test_tokens_of_delta_nets_do_not_depend_on_the_batch(device, shape):
+    trial.require_exact_delta_net(shape, trial.Sizes(2048, 0, 16, 2, 256, 0), device)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 128, 128), (3, 3, 40, 24)])
+def test_delta_nets_and_their_gradients_against_fp64(device, shape):
+    lengths = (1, 130, 700)
+    starts = delta_nets.starts_of(lengths).to(device)
+    x, gates, weights = delta_nets.given(shape, sum(lengths))
+    ours = [t.to(device).requires_grad_() for t in (x, *gates, *weights)]
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    out = delta_net.delta_net(ours[0], tuple(ours[1:3]), tuple(ours[3:]), starts, shape)
+    ends = [0, *itertools.accumulate(lengths)]
+    parts = [[t[a:b] for t in theirs[:3]] for a, b in itertools.pairwise(ends)]
+    expected = torch.cat([delta_nets.reference(*part, *theirs[3:], sizes=shape) for part in parts])
+    grad = rand(device, *out.shape)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert sqnr(out.detach(), expected.detach()) > SQNR_DELTA_NET
+    for name, mine, right in zip(("x", "a", "b", "convolution", "A_log", "dt_bias"), ours, theirs):
+        assert sqnr(mine.grad, right.grad) > SQNR_DELTA_NET_GRADIENT, name
 
 
 @pytest.mark.parametrize("shape", [(130, 260, 8), (1024, 4096, 64)])

@@ -96,7 +96,7 @@ def oracle(q, k, v, cu, scale):
     return torch.cat(out)
 
 
-HEADS = [(4, 2, 64), (7, 1, 64), (2, 2, 128)]
+HEADS = [(4, 2, 64), (7, 1, 64), (2, 2, 128), (2, 1, 256)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
@@ -304,7 +304,7 @@ def test_the_merged_weight_of_lora_is_the_formula(N, K, R):
 
 def test_what_has_no_kernel_is_refused():
     q, k = rand(3, 2, 80), rand(3, 1, 80)
-    with pytest.raises(ModelError, match=r"head dimension 64 or 128, found 80. Use align='linear'"):
+    with pytest.raises(ModelError, match=r"head dimension 64, 128, 256, found 80. Use align='linear'"):
         attention.attention_varlen(q, k, k, ends([3]), 1.0)
     with pytest.raises(ModelError, match="RMSNorm up to width 16384"):
         norm.rms_norm(rand(1, 16500), rand(16500), 1e-6)

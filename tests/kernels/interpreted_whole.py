@@ -24,14 +24,24 @@ LENGTHS = (5, 1, 9)
 IDS = torch.arange(2, 2 + sum(LENGTHS))[None]
 
 
-@pytest.fixture
-def model(monkeypatch):
+#: a block of each kind; delta nets with few small heads
+MODELS = {
+    "qwen3": {"num_hidden_layers": 1},
+    "qwen3_next": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(params=MODELS)
+def model(request, monkeypatch):
     jetrl_patch.enable(precision="fp8-unified")
     monkeypatch.setattr(prepare, "choose_backend", lambda *asked: "triton")
     monkeypatch.setattr(dispatch, "configure", lambda *args: "triton")
     monkeypatch.setattr(dispatch, "_chosen", {"cpu": "triton", "cuda": "triton"})
     monkeypatch.setattr(dispatch, "attentions", {})
-    made = build("qwen3", num_hidden_layers=1).train()
+    made = build(request.param, **MODELS[request.param]).train()
     prepare.prepare_model(made, Config(precision="fp8-unified").resolved(), device_type="cuda")
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jetrl_patch.kernels import (
     attention,
     attention_backward,
+    delta_net,
     digest,
     elementwise,
     gemm,
@@ -129,6 +130,57 @@ def _attention_backward_specs() -> tuple[Spec, ...]:
 
 
 ATTENTION_BACKWARD = _attention_backward_specs()
+
+
+# ---- delta nets ----------------------------------------------------------------------------------
+
+def _delta_net_specs() -> tuple[Spec, ...]:
+    """Heads of 128 (Qwen3-Next), and of a width that is no power of two."""
+    pool = {"starts": "*i32", "slots": "*i32", "fresh": "*u8"}
+    conv = {"x": "*bf16", "w": "*bf16", "y": "*bf16", **pool, "state": "*bf16"}
+    found = [
+        Spec(
+            "delta_conv", delta_net.conv_kernel, conv | dict.fromkeys(("C", "x_t", "stride", "held"), "i32"),
+            {"W": 4, "ROWS": delta_net.ROWS, "CHANNELS": delta_net.CHANNELS, "HARDWARE": True},
+            {"num_warps": delta_net.CONV_WARPS, **PINNED}, ("C", "x_t"),
+        )
+    ]  # fmt: skip
+    numbers = dict.fromkeys(("q", "k", "y", "decay", "beta"), "*fp32") | {"y": "*bf16"}
+    back = dict.fromkeys(("u", "grad", "starts", "dq", "dk", "dv", "dlog"), "*fp32") | {"starts": "*i32"}
+    heads = {"KH": "i32", "H": "i32"}
+    for K, width in ((128, 128), (40, 64)):
+        sizes = {"K": K, "V": K, "WIDTH": width}
+        gates = dict.fromkeys(("y", "a", "b", "A", "bias"), "*bf16") | dict.fromkeys(("q", "k", "decay", "beta"), "*fp32")
+        kernels = {
+            "inputs": (
+                delta_net.inputs_kernel, gates | {"a_t": "i32", "b_t": "i32"} | heads | {"scale": "fp32"},
+                {"GATES": delta_net.GATES, "HARDWARE": True}, 1,
+            ),
+            "rule": (
+                delta_net.rule_kernel, numbers | pool | {"state": "*fp32", "o": "*bf16", "u": "*fp32"}
+                | dict.fromkeys(("stride", "held", "kept"), "i32") | heads,
+                {"COLUMNS": delta_net.COLUMNS, "HARDWARE": True}, delta_net.WARPS,
+            ),
+            "backwards": (
+                delta_net.backwards_kernel,
+                {name: kind for name, kind in numbers.items() if name != "y"}
+                | {"u": "*fp32", "grad": "*fp32", "starts": "*i32", "dk": "*fp32", "dv": "*fp32", "dbeta": "*fp32", "T": "i32"}
+                | heads,
+                {"COLUMNS": delta_net.BACK_COLUMNS}, delta_net.BACK_WARPS,
+            ),
+            "forwards": (
+                delta_net.forwards_kernel, numbers | back | {"T": "i32"} | heads,
+                {"COLUMNS": delta_net.BACK_COLUMNS, "HARDWARE": True}, delta_net.BACK_WARPS,
+            ),
+        }  # fmt: skip
+        found += [
+            Spec(f"delta_{name}_{K}", kernel, types, sizes | fixed, {"num_warps": warps, **PINNED})
+            for name, (kernel, types, fixed, warps) in kernels.items()
+        ]
+    return tuple(found)
+
+
+DELTA_NET = _delta_net_specs()
 
 
 # ---- digest --------------------------------------------------------------------------------------
@@ -465,11 +517,12 @@ PRODUCERS = tuple(
 
 NORM = tuple(
     Spec(
-        f"rms_norm{covering * 128}", norm.rms_norm_kernel,
+        f"rms_norm{covering * 128}{'_one_plus' * one_plus}", norm.rms_norm_kernel,
         {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rstd": "*fp32", "K": "i32", "x_m": "i32"},
-        {"EPS": 1e-6, "GROUPS": covering, "HARDWARE": True}, {"num_warps": norm.warps_for(covering), **PINNED}, ("K", "x_m"),
+        {"EPS": 1e-6, "GROUPS": covering, "ONE_PLUS": one_plus, "HARDWARE": True},
+        {"num_warps": norm.warps_for(covering), **PINNED}, ("K", "x_m"),
     )
-    for covering in (1, 8, 32, 64, 128)
+    for covering, one_plus in ((1, False), (8, False), (32, False), (64, False), (128, False), (16, True))
 )  # fmt: skip
 
 
@@ -653,6 +706,7 @@ ALL = (
     *ATTENTION_ALL,
     *CHUNKS,
     *ATTENTION_BACKWARD,
+    *DELTA_NET,
     *DIGEST_ALL,
     *ELEMENTWISE_ALL,
     *GEMM_ALL,

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from jetrl_patch.backends import quantize as formulas
 from jetrl_patch.kernels import (
     attention_backward,
+    delta_net,
     digest,
     elementwise,
     gemm,
@@ -128,7 +129,32 @@ def rotated(M: int) -> None:
                 elementwise.rotary_pair(q, k, *tables, (q.dtype, k.dtype), back)
 
 
-@pytest.mark.parametrize("call", [forward, few, backward, quantized, experts, scored, rotated])
+def delta_nets(M: int) -> None:
+    """Training, and steps of the rollout over a pool of states of any number, on ranks with different numbers of heads."""
+    for KH, H in ((2, 4), (1, 2), (1, 1)):
+        sizes = (KH, H, 64, 64)
+        x, w, gates = rows(M, (2 * KH + H) * 64), rows((2 * KH + H) * 64, 4), (rows(M, 2 * H)[:, :H], rows(M, 2 * H)[:, H:])
+        inputs = delta_net.delta_inputs(x, *gates, *rows(2, H), sizes)
+        for R in (1, M):
+            starts = torch.arange(R + 1, dtype=torch.int32)
+            delta_net.delta_gradients(inputs, x, starts, sizes, torch.zeros(M, H, 64))
+            page = torch.zeros(R + 1, 3 * x.shape[1] * 2 + H * 64 * 64 * 4 + 16 * M, dtype=torch.uint8)
+            states = page[:, : 3 * x.shape[1] * 2].view(torch.bfloat16), page[:, -H * 64 * 64 * 4 :].view(torch.float32)
+            for pool in (None, *((state, starts[:R], torch.zeros(R, dtype=torch.bool)) for state in states)):
+                if pool is None or pool[0].dtype == torch.bfloat16:
+                    delta_net.conv(x, w, starts, pool)
+                if pool is None or pool[0].dtype == torch.float32:
+                    delta_net.delta_rule(inputs, x, starts, sizes, pool)
+
+
+def test_training_and_rollout_run_one_binary(compiled: set[tuple[str, str]]) -> None:
+    """Its sums over K then have one order: in both, for any number of heads, and wherever states begin."""
+    delta_nets(5)
+    names = [name for name, _ in compiled]
+    assert sorted(set(names)) == sorted(names) and "rule_kernel" in names, names
+
+
+@pytest.mark.parametrize("call", [forward, few, backward, quantized, experts, scored, rotated, delta_nets])
 def test_a_batch_of_another_size_compiles_nothing(call: Any, compiled: set[tuple[str, str]]) -> None:
     for M in (5, gemm_common.FEW_ROWS + 1):  # the product has two tiles
         call(M)

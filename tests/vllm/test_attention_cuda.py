@@ -361,5 +361,5 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
 def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "refuse_exact_on", lambda kind: None)
     config = SimpleNamespace(model_config=SimpleNamespace(get_head_size=lambda: 96))
-    with pytest.raises(ModelError, match="head dimension 64 or 128, found 96"):
+    with pytest.raises(ModelError, match="head dimension 64, 128, 256, found 96"):
         engine.device_problems(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 import jetrl_patch
+from jetrl_patch.adapters.vllm import engine as engine_settings
+from jetrl_patch.adapters.vllm import worker as worker_code
 from jetrl_patch.adapters.vllm.compat import delta_net_problems
 from jetrl_patch.adapters.vllm.sample import generate
+from jetrl_patch.config import Config
 from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.send import SyncStats
+from tests.models import config_of
 from tests.vllm.test_delta_nets import trainer
 from tests.vllm.test_exact import assert_equal, of_one_prefix, prompts_of, run
 from tests.vllm.test_weights import in_engine, push, worker_of
@@ -111,3 +116,36 @@ def test_two_ranks(tmp_path: Path, checkpoint: Callable[..., str], engine: Calla
     jetrl_patch.enable(precision="fp8-unified")
     job = Job(model=checkpoint("qwen3_next-tp"), config=jetrl_patch.status().config, tp=2)
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
+
+
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_on_a_gpu_they_decode_eagerly(asked: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.config import CUDAGraphMode
+
+    model, compilation = SimpleNamespace(enforce_eager=False), SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    config: Any = SimpleNamespace(model_config=model, compilation_config=compilation)
+    if asked is True:
+        with pytest.raises(jetrl_patch.ConflictError, match=r"decode_graphs=True with gated .*required eager .*at 'auto'"):
+            engine_settings._run_eagerly(config, Config(decode_graphs=True))
+        return
+    for _ in range(2):
+        engine_settings._run_eagerly(config, Config())
+    assert model.enforce_eager and compilation.cudagraph_mode == CUDAGraphMode.NONE
+    assert caplog.text.count("decoding runs eagerly, without CUDA graphs: those of gated delta nets are not proven") == 1
+
+
+def test_attention_with_gates_keeps_the_exact_norms_and_rotary_embedding() -> None:
+    """On a GPU vLLM would compute both in a kernel of its own."""
+    from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
+
+    source = inspect.getsource(Qwen3NextAttention)
+    assert source.count(f"self.{worker_code._FUSED}") == 2 and f"if self.{worker_code._FUSED}:" in source
+    attention, other = (torch.nn.Module() for _ in range(2))
+    setattr(attention, worker_code._FUSED, True)
+    model = torch.nn.ModuleList((attention, other))
+    found = SimpleNamespace(hf_config=config_of("qwen3_next"), using_transformers_backend=lambda: False)
+    runner = SimpleNamespace(get_model=lambda: model)
+    worker_code.finish_model(SimpleNamespace(vllm_config=SimpleNamespace(model_config=found), model_runner=runner))
+    assert not getattr(attention, worker_code._FUSED) and not hasattr(other, worker_code._FUSED)
+    sizes = SimpleNamespace(hf_text_config=found.hf_config), SimpleNamespace(tensor_parallel_size=2)
+    assert worker_code.delta_net_sizes(SimpleNamespace(model_config=sizes[0], parallel_config=sizes[1])) == (1, 2, 64, 64)  # type: ignore[arg-type]
