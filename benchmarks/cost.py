@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.counted.__main__ import moved
 from benchmarks.shapes import PUBLISHED, RANKS, Linear, Model, Peaks, gemm_seconds
 from jetrl_patch.kernels.formats import BLOCK
 
@@ -70,10 +71,6 @@ class Net(NamedTuple):
         """Parameters of the quantized linear layers with so many experts."""
         return self.layers * float(sum(x.N * x.K * self.times(x, experts) for x in self.block.linears))
 
-    def features(self, side: str) -> float:
-        """Input ("K") or output ("N") features of all linear layers that a token uses."""
-        return self.layers * sum(getattr(x, side) * self.times(x, self.active) for x in self.block.linears)
-
     def sizes(self, fp8: bool) -> Iterator[int]:
         """Tensor parallel sizes of its rollout: they split no head and, in FP8, no block of a weight."""
         block = BLOCK if fp8 else 1
@@ -94,6 +91,7 @@ class Way(NamedTuple):
     Attributes:
         trains, samples: whether in FP8.
         passes: forward passes for old log-probs before the update.
+        block: the mode whose launches in training are counted (``benchmarks.counted``).
         exact: has exact attention, and the rollout's ranks exchange FP32 parts; vLLM otherwise adds in BF16.
         cached: bytes of a value in the KV cache, with its share of a scale.
     """
@@ -102,6 +100,7 @@ class Way(NamedTuple):
     trains: bool
     samples: bool
     passes: int
+    block: str
     exact: bool = False
     cached: float = 2.0
 
@@ -109,19 +108,16 @@ class Way(NamedTuple):
 #: e4m3, and an FP32 scale for each head of 128 values
 FP8_CACHE = 1 + 4 / 128
 WAYS = (
-    Way("bf16", False, False, 1),
-    Way("fp8-rollout", False, True, 1),
-    Way("linear", True, True, 1),
-    Way("exact", True, True, 0, exact=True),
-    Way("exact, with the pass", True, True, 1, exact=True),
-    Way("exact, FP8 KV cache", True, True, 0, exact=True, cached=FP8_CACHE),
+    Way("bf16", False, False, 1, "bf16"),
+    Way("fp8-rollout", False, True, 1, "bf16"),
+    Way("linear", True, True, 1, "linear"),
+    Way("exact", True, True, 0, "exact", exact=True),
+    Way("exact, with the pass", True, True, 1, "exact", exact=True),
+    Way("exact, FP8 KV cache", True, True, 0, "exact, FP8 KV cache", exact=True, cached=FP8_CACHE),
 )
 
-#: quantization in a training step, bytes per element: an activation is read and written for FProp (2 + 1), and its saved copy for
-#: WGrad (1 + 1); a gradient is read once and written in two layouts (2 + 2)
-QUANTIZED = (5, 4)
-#: bytes that norms, rotary embedding, activation and residuals move per token and layer forward: per hidden and inner element
-ELEMENTWISE = (75, 12)
+#: the mode whose launches stand for those of mixtures in all modes, because no block of a mixture is counted
+UNCOUNTED = "exact"
 #: number of ranks -> bytes of an FP32 part below which exact mode adds in one shot
 ONE_SHOT = {2: 8 << 20, 4: 512 << 10, 8: 256 << 10}
 STRIDE = 64  # tokens between two checks of which sequences have ended
@@ -186,9 +182,9 @@ def training(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> tuple[float, 
     head = 2 * tokens * net.vocabulary * block.hidden
     attention = gpu.attention * (gpu.exact_attention if way.exact else 1)
     rest = (pairs / attention + head) / (peaks.bf16 * 1e12)
-    rest += a_byte * net.layers * (ELEMENTWISE[0] * block.hidden + ELEMENTWISE[1] * net.active * block.intermediate)
-    read, written = (a_byte * net.features(side) * size * way.trains for side, size in zip("KN", QUANTIZED, strict=True))
-    return flops / fprop + read + rest, flops * (1 / fprop + 1 / wgrad) + written + 2.25 * rest
+    dense = block._replace(intermediate=net.active * block.intermediate)
+    there, back = (a_byte * net.layers * size for size in moved(dense, way.block if net.experts == 1 else UNCOUNTED))
+    return flops / fprop + there + rest, flops * (1 / fprop + 1 / wgrad) + back + 2.25 * rest
 
 
 def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, tp: int) -> float:

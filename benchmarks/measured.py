@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.cost import FP8_CACHE, NETS, WAYS, Gpu, one_token
-from benchmarks.cost import QUANTIZED as READ
 from benchmarks.hopper import kernels, parity, training
 from benchmarks.hopper.plan import find
 from benchmarks.hopper.record import load, rows_of
@@ -16,6 +15,9 @@ from scripts.tables import Row
 #: an 8B shape, of which all parts are measured
 MODEL, NET = MODELS[1], NETS[0]
 M = 16384
+#: bytes per element that quantization moves in a linear layer alone: an input is read and written for FProp (2 + 1), and its
+#: saved copy for WGrad (1 + 1); a gradient is read once and written in two layouts (2 + 2)
+READ = (5, 4)
 
 
 def measured(folder: Path, gpu: Gpu) -> dict[str, float]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost import ELEMENTWISE, FP8_CACHE, H100, NETS, QUANTIZED, WAYS, Gpu, Load, Net, Way, step
+from benchmarks.cost import FP8_CACHE, H100, NETS, WAYS, Gpu, Load, Net, Way, step
+from benchmarks.counted.__main__ import moved
 from benchmarks.measured import measured
 from scripts.tables import Row, filled, markdown
 
@@ -18,6 +19,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 RECORDS = PAGE.parent / "benchmarks" / "hopper"
 LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (8192, 16384, 32768))
 BF16, _, LINEAR, _, _, EXACT = WAYS
+#: BF16 whose norms, rotary embedding and activation move as few bytes as those of exact mode
+FUSED = BF16._replace(block="exact")
 #: part -> its name on the page, and the factor that shows it in the page's unit
 NAMED = {
     "bf16": ("BF16 products, TFLOP/s", 1), "fp8": ("FP8 FProp and DGrad, TFLOP/s", 1), "fp8_wgrad": ("FP8 WGrad, TFLOP/s", 1),
@@ -39,9 +42,9 @@ SOURCES = {
 OURS = ("cache_decoding", "exact_attention", "fp8", "fp8_wgrad", "fp8_decoding", "link", "latency")
 
 
-def gain(net: Net, way: Way, load: Load, gpu: Gpu, phase: str = "whole") -> float:
+def gain(net: Net, way: Way, load: Load, gpu: Gpu, phase: str = "whole", base: Way = BF16) -> float:
     """How many times faster than BF16 a step, or a phase of it, is."""
-    before, now = (getattr(step(net, each, load, gpu), phase) for each in (BF16, way))
+    before, now = (getattr(step(net, each, load, gpu), phase) for each in (base, way))
     return float(before / now)
 
 
@@ -56,6 +59,7 @@ def table(gpu: Gpu) -> Iterator[Row]:
                 "BF16 step, s": f"{base.whole:.0f} ({base.tp})", "rollout": f"{base.rollout / base.whole:.0%}",
                 "old log-probs": f"{base.old_log_probs / base.whole:.0%}",
                 **{name: f"{base.whole / found.whole:.2f} ({found.tp})" for name, found in steps.items()},
+                "the last, if BF16 is fused": f"{gain(net, EXACT, load, gpu, base=FUSED):.2f}",
             }  # fmt: skip
 
 
@@ -107,11 +111,10 @@ def page(records: Path = RECORDS) -> str:
         }
         for name, (title, unit) in NAMED.items()
     ]  # fmt: skip
-    rest = (
-        ("quantization, bytes per element: input, gradient", f"{QUANTIZED[0]}, {QUANTIZED[1]}", "counted"),
-        ("norms and activations, bytes per token and layer", "{} × hidden + {} × inner".format(*ELEMENTWISE), "estimated"),
-    )
-    parts += [dict(zip(("part", "value", "source"), row, strict=True)) for row in rest]
+    for mode in (BF16.block, LINEAR.block, EXACT.block):
+        bytes_of = " and ".join(f"{size / NETS[0].block.hidden:.0f}" for size in moved(NETS[0].block, mode))
+        what = f"other launches of a layer of Qwen3-8B, bytes per token and hidden element, forward and backward: {mode}"
+        parts.append({"part": what, "value": bytes_of, "source": "[counted](benchmarks/counted.md)"})
     texts = {
         "load": f"{LOADS[0].samples} samples of {LOADS[0].prompt}", "steps": markdown(list(table(gpu))),
         "worse": markdown(list(worse(gpu))), "known": markdown(list(known(gpu))), "parts": markdown(parts),

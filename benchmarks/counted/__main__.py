@@ -7,6 +7,7 @@ dO * O and clears an FP32 dQ, computes, and converts dQ. With fewer key heads th
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +25,8 @@ from scripts.tables import Row, filled, markdown
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
 #: tokens of a micro-batch, in sequences of the same length
 TOKENS, LENGTH = 16384, 2048
-#: model -> the type in its config.json
-TYPES = {"Qwen2.5-7B": "qwen2", "Qwen3-8B": "qwen3", "Llama-3.1-8B": "llama"}
+#: the first part of a model's name -> the type in its config.json. The attention of a mixture is that of its dense models
+TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
 MODES = ("bf16", "linear", "exact")
 FLASH = "counted_flash"
 
@@ -73,7 +74,7 @@ def pairs(tokens: int, width: int) -> float:
 
 @contextlib.contextmanager
 def block(model: Model, mode: str) -> Iterator[Any]:
-    """A block of these dimensions, prepared for a mode."""
+    """A block of these dimensions, prepared for a mode. "exact, FP8 KV cache" rounds its keys and values for that."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,16 +82,18 @@ def block(model: Model, mode: str) -> Iterator[Any]:
     from jetrl_patch.adapters.transformers.prepare import prepare_model
 
     config = AutoConfig.for_model(
-        TYPES[model.name], hidden_size=model.hidden, intermediate_size=model.intermediate, num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads, head_dim=model.head_dim, num_hidden_layers=1, vocab_size=512,
+        TYPES[model.name.split("-")[0]], hidden_size=model.hidden, intermediate_size=model.intermediate,
+        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim, num_hidden_layers=1,
+        vocab_size=512,
     )  # fmt: skip
-    known = {NAME: exact_attention, FLASH: _flash}
+    align, _, cache = mode.partition(", ")
+    known = {NAME: functools.partial(exact_attention, fp8_cache=bool(cache)), FLASH: _flash}
     with hopper(), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, known):
         with torch.device(DEVICE):
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         whole.config._attn_implementation = FLASH
         if mode != "bf16":
-            prepare_model(whole, Config(precision="fp8-unified", align=mode).resolved(), device_type="cuda")
+            prepare_model(whole, Config(precision="fp8-unified", align=align).resolved(), device_type="cuda")
         yield whole.model.layers[0]
 
 
@@ -123,6 +126,14 @@ def count_block(model: Model, mode: str, tokens: int = TOKENS) -> Passes:
             del y
     first, again = (total([*ahead, *back])[2] for ahead, back in counted)
     return Passes(*counted[1], first - again)
+
+
+@functools.cache
+def moved(model: Model, mode: str) -> tuple[float, float]:
+    """Bytes per token of a block's launches other than products, forward and backward."""
+    forward, backward, _ = count_block(model, mode, LENGTH)
+    total, back = (sum(launch.bytes for launch in launches if not launch.flops) / LENGTH for launches in (forward, backward))
+    return total, back
 
 
 # ---- The page -------------------------------------------------------------------------------------------------------

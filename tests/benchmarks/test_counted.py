@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.counted.__main__ import LENGTH, MODES, PAGE, count_block, empty, page, table
+from benchmarks.counted.__main__ import LENGTH, MODES, PAGE, count_block, empty, moved, page, table
 from benchmarks.counted.counter import Counter, Launch, hopper, size
 from benchmarks.shapes import MODELS, PUBLISHED, Model
 from jetrl_patch import backends
@@ -40,6 +40,15 @@ def test_fp8_moves_less_and_exact_as_much_as_linear(found):
         assert linear["BF16 / this"] >= 1.4 <= exact["BF16 / this"]
         for columns in (("launches, forward", "backward"), ("GB, forward", "GB, backward")):
             assert sum(exact[column] for column in columns) <= 1.05 * sum(linear[column] for column in columns)
+
+
+def test_bytes_of_other_launches_than_products():
+    """Per token. An FP8 cache reads and writes each key and value once more, in BF16, and its gradient passes unchanged."""
+    bf16, linear, exact, cached = (moved(TINY, mode) for mode in (*MODES, "exact, FP8 KV cache"))
+    assert all(sum(a) > sum(b) for a, b in ((bf16, linear), (linear, exact)))
+    assert cached == (exact[0] + 2 * 2 * 2 * TINY.kv_heads * TINY.head_dim, exact[1])
+    launches = count_block(TINY, "exact", LENGTH).forward
+    assert sum(launch.bytes for launch in launches) / LENGTH - exact[0] == sum(x.bytes for x in launches if x.flops) / LENGTH > 0
 
 
 def test_operators_by_hand():
