@@ -33,10 +33,9 @@ def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | No
 
 
 # ---- Norms and activations that feed FP8 layers, fused with the quantization ---------------------
-# With ``align="linear"`` both are fused. With ``align="exact"`` only the activation is (``fuse_exact``): each of its values
-# depends on one gate and one up, and equals the rollout's bit for bit. A fused norm may add its squares in another order than the
-# rollout's kernel, so exact norms are left alone. If a kernel does not support an input (FP32 masters under autocast), the
-# original forward runs.
+# With ``align="exact"`` they equal the rollout's bit for bit: an activation depends on one gate and one up, and a norm is the
+# rollout's kernel, which adds its squares in the order of the norm alone. If a kernel does not support an input (FP32 masters
+# under autocast), the original forward runs.
 
 class FusedNorm:
     """RMSNorm whose output is quantized for the layers that read it."""
@@ -84,7 +83,8 @@ class FusedExactMLP(FusedMLP):
 def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
     """Fuse modules of a model with FP8 layers, in place. Returns the names of the changed modules.
 
-    It recognizes classes by name, so a part of a model will do. Norms per head and the final norm feed no FP8 layer and stay.
+    It recognizes classes by name, or as those of exact mode, so a part of a model will do. Norms per head and the final norm feed
+    no FP8 layer and stay.
     """
     if not producers.available(backend, device_type):
         return []
@@ -94,31 +94,25 @@ def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")
-        kind = type(module).__name__
-        if kind in norms:
-            layers = (modules.get(f"{parent}.{reader}") for reader in norms[kind].readers.get(leaf, ()))
+        kind = type(module)
+        if isinstance(module, FusedNorm | FusedMLP):
+            continue
+        known = [k.__name__ for k in (kind.__mro__ if issubclass(kind, ExactNorm) else (kind,)) if k.__name__ in norms]
+        if known:
+            layers = (modules.get(f"{parent}.{reader}") for reader in norms[known[0]].readers.get(leaf, ()))
             first = next((layer for layer in layers if isinstance(layer, Fp8Linear)), None)
             if first is None:
                 continue
             swap(module, FusedNorm)
             module.jetrl_fp8 = first.fp8
-        elif kind in mlps and isinstance(module.down_proj, Fp8Linear) and _is_silu(module.act_fn):
+        elif isinstance(module, ExactMLP) and isinstance(module.down_proj, Fp8Linear):
+            swap(module, FusedExactMLP)
+        elif kind.__name__ in mlps and isinstance(module.down_proj, Fp8Linear) and _is_silu(module.act_fn):
             swap(module, FusedMLP)
         else:
             continue
         changed.append(name)
     return changed
-
-
-def fuse_exact(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Fuse the exact activations that feed FP8 layers, in place. Returns the names of the changed modules."""
-    if not producers.available(backend, device_type):
-        return []
-    mlps = {name: module for name, module in model.named_modules() if isinstance(module, ExactMLP)}
-    found = {name: module for name, module in mlps.items() if isinstance(module.down_proj, Fp8Linear)}
-    for module in found.values():
-        swap(module, FusedExactMLP)
-    return list(found)
 
 
 def _has_both_gradients(layer: nn.Module, state: Fp8State) -> bool:

@@ -54,8 +54,8 @@ class GpuBackend(Backend):
         """``kernels.norm.norm_quantize_rows`` with scales as the product reads them, and the sum with the residual."""
         from jetrl_patch.kernels.norm import norm_quantize_rows
 
-        q, s, total = norm_quantize_rows(x_MK, residual_MK, weight_K, eps, scale_format, self.columns)
-        return Quantized(q, s, "rows", scale_format), total
+        made = norm_quantize_rows(x_MK, residual_MK, weight_K, eps, scale_format, self.columns)
+        return Quantized(made.q_MK, made.s_MG, "rows", scale_format), made.total_MK
 
     def silu_mul_rows(self, gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         """``kernels.silu.silu_mul_quantize_rows`` with scales as the product reads them."""

@@ -98,8 +98,8 @@ def _(both_MF: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]
 # | up come from FP8 layers   |                           | of ``quantize_both``                                | of each        |
 #
 # y equals the result of ``exact.elementwise``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion saves a pass
-# over y, and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in FP32, so its
-# last bit may differ. These norms replace it only under ``align="linear"``, which promises equal linears and nothing more.
+# over y, and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in FP32, so with
+# ``align="linear"``, which promises equal linears and nothing more, its last bit may differ.
 
 def available(backend: str, device_type: str) -> bool:
     """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. Decided only here."""
@@ -124,8 +124,8 @@ class _NormedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:
         x_MK = _rows(x)
-        given = (x_MK, weight.detach().contiguous(), eps, state.scale_format)
-        made = kernels.rmsnorm_quantize_rows(*given, keep=True, columns=state.backend.columns)
+        given = (x_MK, None, weight.detach().contiguous(), eps, state.scale_format)
+        made = kernels.norm_quantize_rows(*given, state.backend.columns, keep=True)
         ctx.save_for_backward(x_MK, weight, made.rstd_M)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.set_materialize_grads(False)  # no zeros for the gradients of bytes and scales

@@ -24,10 +24,10 @@ from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, programs, rounded
 from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 
-__all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_rows"]
+__all__ = ["WIDEST", "norm_quantize_rows", "silu_mul_quantize_rows"]
 
 
-# ---- RMSNorm and the quantization of its result in one kernel. SiLU * up is in ``silu``
+# ---- RMSNorm: y = bf16(w * bf16(x / rms(x)))
 # The values are those of the FP64 formula in ``exact.elementwise``: exact squares, summed in FP64, and an FP64 root. Only the
 # order of the sum differs, which changes it by a few 2^-53. Rounding to FP32 hides this unless the exact root is that close to
 # the midpoint of two FP32 numbers (one row in 10^8).
@@ -46,58 +46,6 @@ def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
     square = (value * value).to(tl.float64)  # 16 bits: exact
     mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
     return (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
-def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
-    x, w, q, s, y, rstd, M, K, x_m, s_m, s_g,
-    EPS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """One row per program. GROUPS is a power of two, at least K / 128. KEEP also stores the BF16 result."""
-    m = tl.program_id(0).to(tl.int64)
-    g = tl.arange(0, GROUPS)
-    k = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
-    root = reciprocal_rms(value, K, EPS)
-    hat = bf16_value(value * root, HARDWARE)
-    weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
-    tile = bf16_value(weight * hat, HARDWARE)
-    codes, scale = quantized(tile, tl.max(magnitude(tile), 1, keep_dims=True), POW2, HARDWARE)
-    tl.store(q + m * K + k, codes, mask=k < K)
-    tl.store(s + m * s_m + g[:, None] * s_g, scale, mask=(g * 128 < K)[:, None])
-    tl.store(rstd + m, root)
-    if KEEP:
-        tl.store(y + m * K + k, rounded(tile), mask=k < K)
-
-
-class Normed(NamedTuple):
-    """Output of RMSNorm: e4m3 [M, K], FP32 scales [M, G], 1 / rms FP32 [M], and the BF16 result [M, K] if requested."""
-
-    q_MK: Tensor
-    s_MG: Tensor
-    rstd_M: Tensor
-    y_MK: Tensor | None
-
-
-def rmsnorm_quantize_rows(
-    x_MK: Tensor, weight_K: Tensor, eps: float, scale_format: ScaleFormat, keep: bool = False, columns: bool = False
-) -> Normed:
-    """``quantize_rows(rms_norm(x, weight, eps))``.
-
-    Args:
-        x_MK: BF16 with contiguous rows of at most 16384 elements; any row stride.
-        weight_K: BF16 [K], contiguous.
-        keep: also return the BF16 result.
-        columns: as for ``quantize_rows``.
-    """
-    (M, K), (q, s, fixed) = x_MK.shape, _prepared(x_MK, weight_K, eps, scale_format, columns)
-    rstd = torch.empty(M, dtype=torch.float32, device=x_MK.device)
-    y = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if keep else None
-    if q.numel():
-        rmsnorm_rows_kernel[(M,)](
-            x_MK, weight_K, q, s, x_MK if y is None else y, rstd, M, K, x_MK.stride(0), *s.stride(), KEEP=keep, **fixed
-        )
-    return Normed(q.view(FP8), s, rstd, y)
 
 
 def _prepared(
@@ -165,8 +113,10 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float, one_plus: bool = False)
     return y, rstd
 
 
-# ---- RMSNorm of a layer's output plus the residual, quantized for the next FP8 linear: one launch in the rollout
+# ---- RMSNorm, and the quantization of its result for the next FP8 linear, in one launch
 #     total = bf16(x + residual);   y = bf16(w * bf16(total / rms(total)));   q, s = quantize_rows(y)
+#
+# The rollout adds the residual and keeps no y. The trainer keeps y, and 1 / rms for the backward pass.
 #
 # The rows are bit-equal to ``rms_norm`` and ``quantize_rows``. The only sum is that of the squares, and its order follows from
 # how the compiler spreads a tile over threads. In ``rms_norm`` a thread gets 8 elements of BF16, which are 16 bytes. In a kernel
@@ -175,10 +125,13 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float, one_plus: bool = False)
 
 @triton.jit(do_not_specialize=["s_g"])  # one binary for every batch
 def norm_rows_kernel(  # type: ignore[no-untyped-def]
-    x, residual, w, q, s, total, K, x_m, r_m, s_m, s_g,
-    EPS: tl.constexpr, GROUPS: tl.constexpr, ADD: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    x, residual, w, q, s, total, y, rstd, K, x_m, r_m, s_m, s_g,
+    EPS: tl.constexpr, GROUPS: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. GROUPS is a power of two, at least K / 128. Without ADD there is no residual and no total."""
+    """One row per program. GROUPS is a power of two, at least K / 128. Without ADD there is no residual and no total.
+
+    KEEP stores ``y`` and ``rstd``.
+    """
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
@@ -197,25 +150,35 @@ def norm_rows_kernel(  # type: ignore[no-untyped-def]
     codes, scale = quantized(tile, tl.max(magnitude(tile), 2, keep_dims=True), POW2, HARDWARE)
     tl.store(q + m * K + k, codes, mask=k < K)
     tl.store(s + m * s_m + g * s_g, scale, mask=g * 128 < K)
+    if KEEP:
+        tl.store(y + m * K + k, rounded(tile), mask=k < K)
+        tl.store(rstd + m, root)
 
 
 class NormedRows(NamedTuple):
-    """e4m3 [M, K], FP32 scales [M, G], and the BF16 sum [M, K], which is None without a residual."""
+    """e4m3 [M, K], FP32 scales [M, G], and the BF16 sum [M, K], which is None without a residual.
+
+    Only if requested: the result BF16 [M, K], and 1 / rms FP32 [M].
+    """
 
     q_MK: Tensor
     s_MG: Tensor
     total_MK: Tensor | None
+    y_MK: Tensor | None = None
+    rstd_M: Tensor | None = None
 
 
 def norm_quantize_rows(
-    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, scale_format: ScaleFormat, columns: bool = False
-) -> NormedRows:
+    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, scale_format: ScaleFormat, columns: bool = False,
+    keep: bool = False,
+) -> NormedRows:  # fmt: skip
     """``quantize_rows(rms_norm(x + residual, weight, eps))``, and the sum.
 
     Args:
         x_MK, residual_MK: BF16 with contiguous rows of at most 16384 elements; any row stride.
         weight_K: BF16 [K], contiguous.
         columns: as for ``quantize_rows``.
+        keep: also return the result and 1 / rms.
     """
     (M, K), (q, s, fixed) = x_MK.shape, _prepared(x_MK, weight_K, eps, scale_format, columns)
     add, other = residual_MK is not None, x_MK if residual_MK is None else residual_MK
@@ -225,13 +188,14 @@ def norm_quantize_rows(
         if residual_MK.shape != (M, K):
             fix, found = "pass it in the shape of x", list(residual_MK.shape)
             raise ValueError(explain("RMSNorm's residual", required=f"shape [{M}, {K}]", found=found, fix=fix))
-    total = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if add else None
+    total, y = (torch.empty_like(x_MK, memory_format=torch.contiguous_format) if wanted else None for wanted in (add, keep))
+    rstd = torch.empty(M, dtype=torch.float32, device=x_MK.device) if keep else None
     if q.numel():
+        unwritten = (x_MK if t is None else t for t in (total, y, rstd))
         norm_rows_kernel[(M,)](
-            x_MK, other, weight_K, q, s, x_MK if total is None else total, K, x_MK.stride(0), other.stride(0), *s.stride(),
-            ADD=add, **fixed,
-        )  # fmt: skip
-    return NormedRows(q.view(FP8), s, total)
+            x_MK, other, weight_K, q, s, *unwritten, K, x_MK.stride(0), other.stride(0), *s.stride(), ADD=add, KEEP=keep, **fixed
+        )
+    return NormedRows(q.view(FP8), s, total, y, rstd)
 
 
 # ---- The gradients of RMSNorm in one pass over its rows ---------------------------------------------

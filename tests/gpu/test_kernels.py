@@ -92,7 +92,7 @@ def test_a_fused_norm_is_the_norm_and_the_quantizer(device, shape, scale_format)
     from jetrl_patch.kernels import norm, quantize
 
     x, residual, weight = (values(*s, seed).to(device) for s, seed in ((shape, 0), (shape, 1), ((1, shape[1]), 2)))
-    made = norm.rmsnorm_quantize_rows(x, weight[0], 1e-6, scale_format, keep=True)
+    made = norm.norm_quantize_rows(x, None, weight[0], 1e-6, scale_format, keep=True)
     y = ops.rms_norm(x, weight[0], 1e-6)
     q, s = quantize.quantize_rows(y, scale_format)
     assert same(made.y_MK, y) and same(made.q_MK, q) and same(made.s_MG, s)

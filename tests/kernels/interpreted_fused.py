@@ -200,18 +200,20 @@ def test_only_layers_that_read_them_get_quantized_gradients():
     assert not fused._has_both_gradients(layer, state)
 
 
-def test_exact_mode_fuses_activations_only(quantized, monkeypatch):
-    plain, _, _ = models("qwen3")
+def test_exact_mode_fuses_norms_and_activations(quantized, monkeypatch):
+    plain, _, names = models("qwen3")
     ours = copy.deepcopy(plain)
-    assert fused.fuse_exact(ours, "triton", "cuda") == ["model.layers.0.mlp"]
+    assert fused.fuse(ours, "triton", "cuda") == names and len(names) == 3
+    assert fused.fuse(ours, "triton", "cuda") == []  # a second time changes nothing
     out, expected = run(plain)
     separate = len(quantized)
-    for left_to_the_op in (False, True):
-        if left_to_the_op:
-            monkeypatch.setattr(producers, "silu_mul", lambda *_: None)
+    for left_to_the_ops in (False, True):
+        if left_to_the_ops:
+            for name in ("rms_norm", "silu_mul"):
+                monkeypatch.setattr(producers, name, lambda *_: None)
         before = len(quantized)
         found, grads = run(ours)
-        assert len(quantized) - before == separate - (not left_to_the_op)  # not before down
+        assert len(quantized) - before == (separate if left_to_the_ops else 1)  # before o alone
         assert torch.equal(found, out) and all(torch.equal(grads[name], grad) for name, grad in expected.items())
 
 

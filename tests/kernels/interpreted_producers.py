@@ -99,16 +99,16 @@ def test_rmsnorm_equals_two_steps(shape, scale_format, bad):
         x[0, -1] = bad
     eps = 1e-5
     y = elementwise.rms_norm(x, weight, eps)
-    made = producers.rmsnorm_quantize_rows(x, weight, eps, scale_format, keep=True)
-    assert made.y_MK is not None
+    made = producers.norm_quantize_rows(x, None, weight, eps, scale_format, keep=True)
+    assert made.y_MK is not None and made.total_MK is None
     nan = y.isnan()
     assert torch.equal(made.y_MK.isnan(), nan)
     assert torch.equal(made.y_MK[~nan].view(torch.int16), y[~nan].view(torch.int16))
     check(made.q_MK, made.s_MG, *reference.quantize_activation(y, scale_format))
     rstd = (x.double().pow(2).mean(-1) + eps).rsqrt().float()
     assert torch.equal(made.rstd_M.nan_to_num(), rstd.nan_to_num())
-    alone = producers.rmsnorm_quantize_rows(x, weight, eps, scale_format)
-    assert alone.y_MK is None
+    alone = producers.norm_quantize_rows(x, None, weight, eps, scale_format)
+    assert alone.y_MK is None and alone.rstd_M is None
     check(alone.q_MK, alone.s_MG, made.q_MK, made.s_MG)
 
 
@@ -136,13 +136,12 @@ def test_the_norm_of_a_sum_equals_three_steps(shape, scale_format, bad):
 def test_eps_is_not_rounded():
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     eps = 1.0 + 2.0**-25  # an FP32 1.0
-    made = producers.rmsnorm_quantize_rows(x, x[0] + 1, 4 * eps * (1 + 2**-24), "pow2")
+    made = producers.norm_quantize_rows(x, None, x[0] + 1, 4 * eps * (1 + 2**-24), "pow2", keep=True)
     assert made.rstd_M.item() == torch.tensor(1 / math.sqrt(4 * eps * (1 + 2**-24)), dtype=torch.float64).float().item() != 0.5
 
 
 def test_empty_batches():
     x = torch.zeros(0, 260, dtype=torch.bfloat16)
-    assert producers.rmsnorm_quantize_rows(x, torch.ones(260, dtype=torch.bfloat16), 1e-6, "pow2").s_MG.shape == (0, 3)
     assert producers.silu_mul_quantize_rows(x, x, "pow2").q_MK.shape == (0, 260)
     made = norm_rows.norm_quantize_rows(x, x, torch.ones(260, dtype=torch.bfloat16), 1e-6, "pow2")
     assert made.s_MG.shape == (0, 3) and made.total_MK.shape == (0, 260)
@@ -153,9 +152,7 @@ def test_empty_batches():
     [
         (lambda x: producers.silu_mul_quantize_rows(x, x[:2], "pow2"), ValueError, r"\[4, 256\] on cpu and \[2, 256\] on cpu"),
         (lambda x: producers.silu_mul_quantize_rows(x, x.float(), "pow2"), TypeError, "up: required torch.bfloat16"),
-        (lambda x: producers.rmsnorm_quantize_rows(x, x[0, :9], 1e-6, "pow2"), ValueError, r"\[256\] on cpu, found .*\[9\]"),
-        (lambda x: producers.rmsnorm_quantize_rows(x, x[0].float(), 1e-6, "pow2"), ValueError, ", found torch.float32"),
-        (lambda x: producers.rmsnorm_quantize_rows(x.repeat(1, 65), x[0], 1e-6, "pow2"), ValueError, ", found 16640"),
+        (lambda x: norm_rows.norm_quantize_rows(x, None, x[0, :9], 1e-6, "pow2"), ValueError, r"\[256\] on cpu, found .*\[9\]"),
         (lambda x: norm_rows.norm_quantize_rows(x.repeat(1, 65), None, x[0], 1e-6, "pow2"), ValueError, ", found 16640"),
         (lambda x: norm_rows.norm_quantize_rows(x, x[:3], x[0], 1e-6, "pow2"), ValueError, r"shape \[4, 256\], found \[3, 256\]"),
         (lambda x: norm_rows.norm_quantize_rows(x, None, x[0].float(), 1e-6, "pow2"), ValueError, "found torch.float32"),

@@ -502,19 +502,6 @@ MIXTURE = PLAN + COMBINE
 
 # ---- norm ----------------------------------------------------------------------------------------
 
-PRODUCERS = tuple(
-    Spec(
-        f"rmsnorm_rows{covering * 128}_{scale}", norm.rmsnorm_rows_kernel,
-        {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
-        | dict.fromkeys(("M", "K", "x_m", "s_m", "s_g"), "i32"),
-        {"EPS": 1e-6, "GROUPS": covering, "KEEP": True, "POW2": scale == "pow2", "HARDWARE": True},
-        {"num_warps": norm.warps_for(covering), **COMPILER}, ("K", "x_m"),
-    )
-    for scale in ("pow2", "fp32")
-    for covering in (8, 32, 64, 128)
-)  # fmt: skip
-
-
 NORM = tuple(
     Spec(
         f"rms_norm{covering * 128}{'_one_plus' * one_plus}", norm.rms_norm_kernel,
@@ -528,14 +515,14 @@ NORM = tuple(
 
 NORM_ROWS = tuple(
     Spec(
-        f"norm_rows{covering * 128}{'_added' * add}_{scale}", norm.norm_rows_kernel,
-        dict.fromkeys(("x", "residual", "w"), "*bf16") | {"q": "*u8", "s": "*fp32", "total": "*bf16"}
-        | dict.fromkeys(("K", "x_m", "r_m", "s_m", "s_g"), "i32"),
-        {"EPS": 1e-6, "GROUPS": covering, "ADD": add, "POW2": scale == "pow2", "HARDWARE": True},
+        f"norm_rows{covering * 128}{'_added' * add}{'_kept' * keep}_{scale}", norm.norm_rows_kernel,
+        dict.fromkeys(("x", "residual", "w"), "*bf16") | {"q": "*u8", "s": "*fp32", "total": "*bf16", "y": "*bf16"}
+        | {"rstd": "*fp32"} | dict.fromkeys(("K", "x_m", "r_m", "s_m", "s_g"), "i32"),
+        {"EPS": 1e-6, "GROUPS": covering, "ADD": add, "KEEP": keep, "POW2": scale == "pow2", "HARDWARE": True},
         {"num_warps": norm.warps_for(covering), **COMPILER}, ("K", "x_m", "r_m"),
     )
     for scale in ("pow2", "fp32")
-    for add in (False, True)
+    for add, keep in ((False, False), (True, False), (False, True))
     for covering in (8, 32, 64, 128)
 )  # fmt: skip
 
@@ -554,7 +541,7 @@ def _norm_spec(width: int, add: bool) -> Spec:
 NORM_BACKWARD = tuple(_norm_spec(width, add) for add in (False, True) for width in (128, 1024, 2048, 4096, 8192, 16384))
 
 
-NORM_ALL = PRODUCERS + NORM + NORM_ROWS + NORM_BACKWARD
+NORM_ALL = NORM + NORM_ROWS + NORM_BACKWARD
 
 
 # ---- quantize ------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def quantized(M: int) -> None:
     for columns in (False, True):
         quantize.quantize_rows(rows(M, K), "pow2", columns)
         quantize.quantize_both(rows(M, K), "pow2", columns)
-        norm.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
+        norm.norm_quantize_rows(rows(M, K), None, torch.ones(K).bfloat16(), 1e-6, "pow2", columns, keep=True)
         norm.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
         silu.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
