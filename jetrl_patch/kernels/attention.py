@@ -109,10 +109,10 @@ CHUNK = 1024
 #: the maximum of no scores. It is finite, because -inf - -inf is NaN
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-#: maximum number of programs in a launch that shares contexts. Each of a Hopper's 132 multiprocessors runs two at a
-#: time. Programs without a chunk, because the context is short, end at once but cost a little. The number is an estimate; no bit
-#: depends on it
-PROGRAMS = 2048
+#: maximum number of programs in a launch that shares contexts, eight times as many as run at a time on a Hopper's 132
+#: multiprocessors; at head dimension 64, where two fit on each, twice that. Programs without a chunk, because the context is
+#: short, end at once but cost a little. Eight is an estimate; no bit depends on it
+PROGRAMS = 8 * 132
 #: maximum bytes of stored states. If a launch would need more, one program does all chunks of a row
 WORKSPACE = 64 << 20
 
@@ -188,7 +188,8 @@ def splits(programs: int, tokens: int, heads: int, width: int, context: int) -> 
         context: the longest context that the block table has room for.
     """
     stored_bytes = 4 * chunks_of(context) * tokens * heads * (width + 2)
-    return 1 if stored_bytes > WORKSPACE else max(1, min(chunks_of(context), PROGRAMS // programs))
+    most = PROGRAMS * (2 if width == 64 else 1)
+    return 1 if stored_bytes > WORKSPACE else max(1, min(chunks_of(context), most // programs))
 
 
 def workspace(q_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:

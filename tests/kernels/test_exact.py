@@ -139,6 +139,13 @@ def test_compiles_within_an_sm(spec: Spec):
         )
 
 
+@pytest.mark.parametrize("width", attention.TILES)
+def test_the_programs_that_share_contexts_are_those_that_fit(width: int):
+    made = [(compile_one(spec), spec.options["num_warps"]) for spec in registered.ATTENTION if spec.constexprs["D"] == width]
+    fit = min(65536 // (kernel.registers * 32 * warps) for kernel, warps in made)
+    assert len(made) >= 3 and attention.splits(1, 1, 1, width, 1 << 22) == min(attention.PROGRAMS * fit, 4096)
+
+
 def test_every_kernel_with_a_long_loop_has_a_budget():
     long = {spec.name for spec in SPECS if "attention" in spec.name or "gemm" in spec.name}
     assert set(LOOPS) == {name for name in long if "row_sums" not in name}
