@@ -96,6 +96,14 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="OpenRLHF's Actor.__init__ has a hook for the loaded model, before DeepspeedStrategy.prepare",
     ),
     Patch(
+        "openrlhf.models.actor", "get_peft_model", model.get_peft_model,
+        when=lambda config: config.quantized_rollout,
+        reason="OpenRLHF adds adapters in Actor.__init__ before a hook could convert the model, and its sync sends peft's names, "
+        "which vLLM rejects",
+        upstream=NO_REPORT,
+        remove_when="OpenRLHF's Actor.__init__ has a hook for the model without adapters, and its sync sends merged weights",
+    ),
+    Patch(
         "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.__init__", sync.trainer_init,
         reason="OpenRLHF samples its first batch before any weight sync, when trainer and rollout have not been compared",
         remove_when="OpenRLHF calls broadcast_to_vllm before it samples the first batch",

@@ -1,4 +1,4 @@
-"""Record the run's settings and ``invariant_scale`` in OpenRLHF's DeepSpeed checkpoints, and compare them on resuming."""
+"""Record settings, ``invariant_scale`` and LoRA's rank in OpenRLHF's DeepSpeed checkpoints, and compare them on resuming."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from jetrl_patch.patching.patch import replacement
 from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
+
+#: rank and alpha of LoRA in OpenRLHF's client state
+_ADAPTERS = "jetrl_adapters"
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
@@ -36,17 +39,19 @@ def resumed(select: Callable[[str], Any]) -> Place:
 
 @replacement
 def save_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``DeepspeedStrategy.save_ckpt``: add ``invariant_scale`` to the client state, and ``jetrl.json`` to the tag's folder.
+    """Wrap ``DeepspeedStrategy.save_ckpt``: add ``jetrl.json`` to the tag's folder, and the rest to the client state.
 
-    DeepSpeed's checkpoints hold no configuration, so the scale goes into OpenRLHF's client state. Rank 0 writes ``jetrl.json``
-    after OpenRLHF has deleted old checkpoints, or OpenRLHF would delete the new folder, which has no metric yet. DeepSpeed marks
-    the checkpoint as the latest afterwards, so a run that is killed in between leaves no checkpoint without a record.
+    DeepSpeed's checkpoints hold no configuration of the model, so ``invariant_scale``, or rank and alpha of LoRA, go into
+    OpenRLHF's client state. Rank 0 writes ``jetrl.json`` after OpenRLHF has deleted old checkpoints, or OpenRLHF would delete the
+    new folder, which has no metric yet. DeepSpeed marks the checkpoint as the latest afterwards, so a run that is killed in
+    between leaves no checkpoint without a record.
     """
     bound, config = inspect.signature(original).bind(self, *args, **kwargs), session.active_config()
     model = bound.arguments["model"]
-    scale = getattr(_config_of(model), RECORD, None)
-    if config.quantized_rollout and scale is not None:
-        bound.arguments["client_state"] = {**(bound.arguments.get("client_state") or {}), RECORD: scale}
+    scale, adapters = getattr(_config_of(model), RECORD, None), record.adapters_of(getattr(model, "module", None))
+    if config.quantized_rollout and (scale is not None or adapters):
+        own = {RECORD: scale} if scale is not None else {_ADAPTERS: adapters}
+        bound.arguments["client_state"] = {**(bound.arguments.get("client_state") or {}), **own}
     if not self.is_rank_0():
         return original(*bound.args, **bound.kwargs)
     save = model.save_checkpoint
@@ -65,7 +70,7 @@ def save_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @replacement
 def load_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the recorded settings and ``invariant_scale`` with those of the run.
+    """Wrap ``DeepspeedStrategy.load_ckpt``: compare what was recorded with the settings and the model of the run.
 
     Critics are never scaled and have no record of a scale.
     """
@@ -80,6 +85,7 @@ def load_ckpt(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     path, states = original(self, *args, **kwargs)
     hf_config = _config_of(given["model"])
     if config.quantized_rollout and path is not None and hf_config is not None:
+        record.check_adapters(folder, given["model"].module, states.pop(_ADAPTERS, None), config)
         take_over(hf_config, states.pop(RECORD, None), str(given["load_dir"]))
     return path, states
 

@@ -77,8 +77,27 @@ def actor_init(
     if config.exact:
         WORKER.placeholders = tuple(placeholders(self.model.config))
     settings.check_model(self.model, str(pretrain_or_model))
-    source = WORKER.sources[self] = prepare(self.model, config, self)
+    adapted = self.model in WORKER.sources  # by ``get_peft_model``
+    source = WORKER.sources[self] = WORKER.sources.pop(self.model) if adapted else prepare(self.model, config, self)
     WORKER.followers.add(source)
+
+
+@replacement
+def get_peft_model(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap peft's ``get_peft_model`` in ``Actor.__init__``: convert the model before it gets adapters, which then merge.
+
+    Raises ConfigError for adapters other than plain LoRA, and as ``prepare``.
+    """
+    config = session.active_config()
+    if WORKER.args is None or not config.quantized_rollout:
+        return original(model, *args, **kwargs)
+    from jetrl_patch.fp8.lora import adopt
+
+    source = prepare(model, config, None)
+    built = original(model, *args, **kwargs)
+    source.adapters = adopt(built, merge=config.fp8_train)
+    WORKER.sources[built] = source  # until its ``Actor`` is complete
+    return built
 
 
 def prepare(model: Any, config: Config, actor: Any) -> Source:

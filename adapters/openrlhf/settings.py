@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, vision
+from jetrl_patch.adapters.openrlhf import checkpoint, correction, lora, startup, vision
 from jetrl_patch.adapters.openrlhf.state import START, WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
@@ -32,7 +32,6 @@ from jetrl_patch.trainer.rules import (
     is_set,
     more_than_one,
     other_than,
-    positive,
     raised,
     temperature,
 )
@@ -178,14 +177,12 @@ def optimizer_step(original: Any, self: Any, _optimizer: Any, model: Any, _sched
 
 logger = logging.getLogger(__name__)
 
-_FULL = "full weights without LoRA"
 _LIGER = "exact mode's own norm, RoPE and activation"
 _REMOVE = "remove the flag"
 
 RULES: tuple[Rule, ...] = (
     Rule("vllm.num_engines", lambda n: not n, "at least one vLLM engine", "set it to 1 or more", "all", absent=True),
     Rule("ds.load_in_4bit", is_set, "no quantization but jetrl_patch's", _REMOVE, "quantized", ConflictError),
-    Rule("ds.lora.rank", positive, _FULL, "set it to 0", "quantized", ConflictError),
     Rule("ds.tensor_parallel_size", more_than_one, "whole layers on each rank", "set it to 1", "quantized"),
     Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it to bf16", "quantized"),
     Rule("ds.deepcompile", is_set, "uncompiled layers", _REMOVE, "quantized"),
@@ -227,6 +224,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(rules, select, config, argument)
     yield from reward_problems(args)
     yield from precision_problems(select, config)
+    yield from lora.problems(select, config, argument)
     yield from correction.problems(args, config)
     yield from checkpoint.problems(select, config)
     found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
@@ -253,7 +251,9 @@ def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlE
     elif expert_sizes(hf_config) is not None:
         required, fix = "no experts with a vision tower (an untested combination)", f"use a dense model, or {UNQUANTIZED}"
         yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
-    yield from vision.problems(functools.partial(_get, args), hf_config, config)
+    select = functools.partial(_get, args)
+    yield from vision.problems(select, hf_config, config)
+    yield from lora.model_problems(select, hf_config, config)
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jetrl_patch import session
@@ -98,8 +99,9 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     leads = dist.get_rank() == 0
     sends = leads or trainer.use_cuda_ipc
     stage = trainer.strategy.args.ds.zero_stage
-    begin_sync(source, lambda: full_weights(model, stage), WORKER.followers, quantizes=sends)
-    weights = full_weights(model, stage)
+    adapters = source.adapters or {}
+    begin_sync(source, lambda: full_weights(model, stage, adapters), WORKER.followers, quantizes=sends)
+    weights = full_weights(model, stage, adapters)
     orders = Orders(trainer.vllm_engines, config.sync_timeout)
     held = ""
     if leads:
@@ -128,16 +130,23 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     return orders.calls
 
 
-def full_weights(model: Any, zero_stage: int) -> Iterator[NamedTensor]:
+def full_weights(model: Any, zero_stage: int, adapters: Mapping[str, float]) -> Iterator[NamedTensor]:
     """Yield every whole parameter with its Hugging Face name. Each rank must exhaust the iterator.
 
-    ZeRO-3 gathers a parameter when it is yielded and releases it afterwards.
+    ZeRO-3 gathers a parameter when it is yielded and releases it afterwards. ``adapters`` as in ``Source``.
     """
     import deepspeed
 
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
-            yield name, parameter.data
+    from jetrl_patch.fp8.lora import merged_tensors, plain_name
+
+    @contextlib.contextmanager
+    def gathered(parts: list[Any]) -> Iterator[list[Any]]:
+        with deepspeed.zero.GatheredParameters(parts, enabled=zero_stage == 3):
+            yield [part.data for part in parts]
+
+    parameters = dict(model.named_parameters())
+    names = {plain_name(name): name for name in parameters if not (adapters and ".lora_" in name)}
+    return merged_tensors(parameters, names, adapters, gathered)
 
 
 def report(self: Any, item: Any = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import megatron
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named, runs
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.models.structure import require_attention
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
@@ -136,33 +137,27 @@ def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, A
     def full(tensor: Any) -> Any:
         return tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
+    def gathered(parts: list[Any]) -> Any:
+        return contextlib.nullcontext([full(part) for part in parts])
+
     try:
         tensors = engine.module.state_dict()
         names = normalize_peft_param_name({name: name for name in tensors})
         names = convert_weight_keys(names, getattr(engine.module, "_fsdp_wrapped_module", engine.module))
-        yield from merged_tensors(tensors, names, adapters, full)
+        yield from merged_tensors(tensors, names, adapters, gathered)
     finally:
         if engine._is_offload_param:  # verl has loaded the model to the device for this
             offload_fsdp_model_to_cpu(engine.module)
 
 
 def check_resumed(folder: Any, model: Any, config: Config) -> None:
-    """Raise ConfigError if rank or alpha of a checkpoint's adapters differ from the model's, unless ``resume_any`` is set.
-
-    verl compares neither, and another alpha would rescale all that the adapters have learned.
-    """
+    """Raise ConfigError as ``record.check_adapters``."""
     file = os.path.join(str(folder), record.ADAPTERS)
-    adapters = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", None)
-    if not config.quantized_rollout or config.resume_any or not adapters or not os.path.isfile(file):
-        return
-    with open(file) as text:
-        saved = json.load(text)
-    (own,) = adapters.values()
-    wanted = {"lora_rank": int(own.r), "lora_alpha": int(own.lora_alpha)}
-    found = {"lora_rank": saved.get("r"), "lora_alpha": saved.get("lora_alpha")}
-    if found != wanted:
-        fix = "use the checkpoint's, or set resume_any=True if the change is intended"
-        raise ConfigError(differences(f"resuming {folder}", required=wanted, found=found, fix=fix))
+    if os.path.isfile(file):
+        with open(file) as text:
+            saved = json.load(text)
+        found = {"lora_rank": saved.get("r"), "lora_alpha": saved.get("lora_alpha")}
+        record.check_adapters(str(folder), getattr(model, "_fsdp_wrapped_module", model), found, config)
 
 
 # ---- The FP8 all-gather of verl's FSDP2 engine: mark the weights, and refuse other strategies ----

@@ -29,14 +29,12 @@ class Prepared(Source):
     Attributes:
         vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
         banned: tokens of the tokenizer that verl's rollout never samples.
-        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or if vLLM serves the adapters.
         recorder: records the routes of the policy's model; None if the settings need no routes.
         replay: with ``router_replay``, makes the policy's model use the rollout's routes.
     """
 
     vocabulary: int | None = None
     banned: list[int] = field(default_factory=list)
-    adapters: dict[str, float] | None = None
     recorder: Recorder | None = None
     replay: Replay | None = None
 

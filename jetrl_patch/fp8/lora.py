@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,24 +257,33 @@ def _refuse(name: str, found: str, fix: str) -> None:
     raise ConfigError(explain(f"LoRA in {name}", required=required, found=found, fix=fix))
 
 
+def plain_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters; the same for a model without any."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
 def merged_tensors(
-    tensors: Mapping[str, Any], names: Mapping[str, str], scaling: Mapping[str, float], full: Callable[[Any], Tensor]
+    tensors: Mapping[str, Any],
+    names: Mapping[str, str],
+    scaling: Mapping[str, float],
+    gathered: Callable[[list[Any]], AbstractContextManager[list[Tensor]]],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the model without adapters, under their names there. The weight of each LoRA layer is W'.
 
     Args:
-        tensors: the state dict of the model with adapters, whole or sharded.
+        tensors: the state dict or the parameters of the model with adapters, whole or sharded.
         names: name without adapters -> name in ``tensors``.
         scaling: as returned by ``adopt``.
-        full: gathers a tensor of ``tensors``, on every rank.
+        gathered: makes whole tensors of some of ``tensors``, on every rank. They may be released when its block ends.
     """
     for plain, name in names.items():
         layer = name.removesuffix(_BASE)
-        if layer not in scaling:
-            yield plain, full(tensors[name])
-            continue
-        (a_RK,), (b_NR,) = (
-            [full(tensor) for own, tensor in tensors.items() if own.startswith(f"{layer}.{factor}.")]
-            for factor in ("lora_A", "lora_B")
-        )
-        yield plain, merged_weight(full(tensors[name]), a_RK, b_NR, scaling[layer])
+        parts = [tensors[name]]
+        if layer in scaling:
+            for factor in ("lora_A", "lora_B"):
+                parts += [tensor for own, tensor in tensors.items() if own.startswith(f"{layer}.{factor}.")]
+        with gathered(parts) as (weight, *factors):
+            if factors:
+                a_RK, b_NR = factors
+                weight = merged_weight(weight, a_RK, b_NR, scaling[layer])
+            yield plain, weight

@@ -72,6 +72,23 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
         raise ConfigError(differences(where, required=wanted, found=saved, origin=origin, fix=fix))
 
 
+def adapters_of(model: Any) -> dict[str, int]:
+    """Rank and alpha of a model's LoRA; empty without adapters."""
+    own = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
+    return {} if own is None else {"lora_rank": int(own.r), "lora_alpha": int(own.lora_alpha)}
+
+
+def check_adapters(where: str, model: Any, saved: dict[str, int] | None, config: Config) -> None:
+    """Raise ConfigError if rank or alpha of a checkpoint's adapters differ from the model's, unless ``resume_any`` is set.
+
+    The frameworks compare neither, and another alpha would rescale all that the adapters have learned.
+    """
+    wanted = adapters_of(model)
+    if config.quantized_rollout and not config.resume_any and wanted and saved is not None and saved != wanted:
+        fix = "use the checkpoint's, or set resume_any=True if the change is intended"
+        raise ConfigError(differences(f"resuming {where}", required=wanted, found=saved, fix=fix))
+
+
 def _numbers(config: Config) -> dict[str, Any]:
     """The settings that decide a run's numbers. ``invariant_scale`` is not among them: it is checked with the weights."""
     names = ["precision", "kv_cache", "head_dtype"]

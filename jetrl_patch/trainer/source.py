@@ -92,6 +92,7 @@ class Source:
         base: what the last sync sent, with ``sync="delta"``; else None.
         buffers: the buffers stored in checkpoints, as module and attribute. A sync sends them in FP32, even if the framework
             yields only parameters.
+        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or if the rollout serves the adapters.
     """
 
     layers: list[str]
@@ -104,6 +105,7 @@ class Source:
     experts: Mapping[str, Any] = field(default_factory=dict)
     base: Sent | None = None
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    adapters: Mapping[str, float] | None = None
 
     def agree(self) -> None:
         """Agree on the smoothing across training ranks before a sync, although each rank saw other samples. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def test_what_is_sent_is_what_the_layers_compute_with(merge):
     model, scaling = lora(merge=merge, target_modules=["q_proj"])
     state = model.state_dict()
     names = {name.replace("base_model.model.", "").replace(".base_layer", ""): name for name in state if "lora_" not in name}
-    sent = dict(merged_tensors(state, names, scaling, lambda tensor: tensor))
+    sent = dict(merged_tensors(state, names, scaling, nullcontext))
     assert set(sent) == set(Block().state_dict())
     assert torch.equal(sent["layers.0.q_proj.weight"], merged_weight(*parts(q_proj(model)), 3.0))
     assert sent["layers.0.o_proj.weight"] is state["base_model.model.layers.0.o_proj.weight"]

@@ -227,9 +227,9 @@ def test_a_vllm_worker_killed_during_a_sync_stops_the_run_in_bounded_time(task):
 
 @pytest.mark.slow
 def test_an_argument_that_contradicts_ours_stops_the_run_before_any_actor(task):
-    run = Run(task, "--ds.lora.rank", "4", environ=UNIFIED)
+    run = Run(task, "--ds.load_in_4bit", environ=UNIFIED)
     assert run.wait(TIMEOUT) == 1
-    assert "OpenRLHF's --ds.lora.rank" in run.text and "PolicyModelActor" not in run.text
+    assert "OpenRLHF's --ds.load_in_4bit" in run.text and "PolicyModelActor" not in run.text
 
 
 LATE = """

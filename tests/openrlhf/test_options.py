@@ -52,11 +52,11 @@ HARMLESS = {
         actor.gradient_checkpointing_enable actor.gradient_checkpointing_reentrant""",
     "where and when bytes are kept or gathered; a gathered weight has the bits of its parts": """
         ds.zpg ref.offload ds.enable_sleep local_rank""",
-    "a copy of the policy, converted like it, from which nobody samples": "train.enable_ema train.ema_beta",
+    "a copy of the policy, converted like it, from which nobody samples": "train.ema_beta",
     "frozen or not, a quantized sync sends every tensor; OpenRLHF's own sends what is trained": "actor.freeze_visual_encoder",
     "replaced by the plugin's own where the experts are FP8": "ds.experts_implementation",
-    "only with adapters or ring attention, which are refused where a bit depends on them": """
-        ds.lora.alpha ds.lora.dropout ds.lora.target_modules ds.ring_attn_head_stride""",
+    "the shape of the adapters; the actors check what peft has built": "ds.lora.alpha ds.lora.target_modules",
+    "only with ring attention, which is refused where a bit depends on it": "ds.ring_attn_head_stride",
     "torch's deterministic kernels, of which the plugin's operations need none": "train.full_determinism_enable",
     "how tensors travel; digests prove what arrives": "vllm.sync_backend",
     "a prefix whose keys and values are old is dropped at the end of a sync": "vllm.enable_prefix_caching",
@@ -70,10 +70,10 @@ HARMLESS = {
 }
 
 
-#: additional settings of a command: a file that scores, or models on their own devices and a checkpoint
+#: additional settings of a command: a file that scores, or models on their own devices and a checkpoint; adapters
 COMMANDS = (
     ["--reward.remote_url", "reward.py", "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "4"],
-    ["--reward.model_name_or_path", "some/reward-model", "--ckpt.load_enable"],
+    ["--reward.model_name_or_path", "some/reward-model", "--ckpt.load_enable", "--ds.lora.rank", "8"],
 )
 
 

@@ -57,7 +57,11 @@ def test_defaults_pass_in_every_mode():
         ({"vllm__num_engines": 0}, BF16, ConfigError, "--vllm.num_engines"),
         ({"vllm__num_engines": None}, BF16, ConfigError, "--vllm.num_engines"),
         ({"ds__load_in_4bit": True}, LINEAR, ConflictError, "--ds.load_in_4bit"),
-        ({"ds__lora__rank": 8}, LINEAR, ConflictError, "--ds.lora.rank"),
+        ({"ds__lora__rank": 8}, BF16, ConflictError, "--ds.lora.rank .*own sync sends adapters under names that vLLM does not"),
+        ({"ds__lora__rank": 8}, Config(precision="fp16"), ConflictError, "--ds.lora.rank"),
+        ({"ds__lora__rank": 8, "ds__lora__dropout": 0.1}, LINEAR, ConfigError, "--ds.lora.dropout .*required 0 .*found 0.1"),
+        ({"ds__lora__rank": 8, "train__enable_ema": True}, EXACT, ConfigError, "--train.enable_ema .*no average"),
+        ({"ds__lora__rank": 8}, EXACT.replace(invariant_scale=4.0), ConfigError, "invariant_scale with OpenRLHF's --ds.lora"),
         ({"ds__tensor_parallel_size": 2}, LINEAR, ConfigError, "--ds.tensor_parallel_size"),
         ({"ds__param_dtype": "fp16"}, LINEAR, ConfigError, "--ds.param_dtype"),
         ({"ds__ring_attn_size": 2}, EXACT, ConfigError, "--ds.ring_attn_size"),
@@ -73,7 +77,7 @@ def test_what_cannot_stand_beside_ours_is_refused_by_name(changes, config, error
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ds__lora__rank": 8}, {"ds__load_in_4bit": True}, {"rollout__top_p": 0.9}, {"ds__ring_attn_size": 2}]
+    "changes", [{"ds__lora__dropout": 0.1}, {"ds__load_in_4bit": True}, {"rollout__top_p": 0.9}, {"ds__ring_attn_size": 2}]
 )
 def test_bf16_measures_and_refuses_nothing_of_the_kind(changes):
     settings.check(arguments(**changes), BF16)
@@ -81,6 +85,17 @@ def test_bf16_measures_and_refuses_nothing_of_the_kind(changes):
 
 def test_exact_refusals_are_not_those_of_linear():
     settings.check(arguments(rollout__top_p=0.9, ds__ring_attn_size=2), LINEAR)
+
+
+@pytest.mark.parametrize("config", [EXACT, LINEAR, Config(precision="fp8-rollout"), Config(precision="int8-rollout")])
+def test_adapters_are_accepted_with_a_dense_text_model_and_a_quantized_rollout(config, tmp_path):
+    path = save(tmp_path / "model", "qwen3", steps=0)
+    settings.check(arguments(ds__lora__rank=8, actor__model_name_or_path=path), config)
+    path = save(tmp_path / "mixture", "qwen3_moe", steps=0)
+    if config.fp8_rollout:
+        settings.check(arguments(actor__model_name_or_path=path), config)
+        with pytest.raises(ModelError, match=r"LoRA in OpenRLHF .*required a dense text model .*found model_type='qwen3_moe'"):
+            settings.check(arguments(ds__lora__rank=8, actor__model_name_or_path=path), config)
 
 
 def test_deepspeed_has_no_fp8_all_gather():

@@ -48,7 +48,7 @@ def test_images_are_accepted_where_the_model_sees(tmp_path, family, mode):
     [
         (EXACT, {}, r"ModelError: align=\"exact\": required .*found model_type='qwen3_5'"),
         (Config(precision="int8-rollout"), {}, r"ModelError: model_type='qwen3_5' .*required one text model, or with an FP8"),
-        (LINEAR, {"ds__lora__rank": 8}, r"ConflictError: OpenRLHF's --ds.lora.rank"),
+        (LINEAR, {"ds__lora__rank": 8}, r"ModelError: LoRA in OpenRLHF .*found model_type='qwen3_5'"),
         (LINEAR, {"ds__packing_samples": True}, r"--ds\.packing_samples with model_type='qwen3_5': required one sample a row"),
         (ROLLOUT, {"train__partial_rollout_enable": True}, r"--train\.partial_rollout_enable .*required whole rollouts"),
         (LINEAR, {"vllm__tensor_parallel_size": 4}, r"ModelError: .*cuts a block of 128"),
