@@ -338,6 +338,16 @@ def test_a_trainer_compiles_in_its_first_step_alone(library, trained, splits, ke
     assert {M for _, M, *_ in library.calls} >= {2048, 1025}
 
 
+@pytest.mark.parametrize(("N", "K"), [(512, 3584), (3584, 18944)])
+def test_long_batches_need_few_products_to_meet_every_tile(library, monkeypatch, N, K):
+    ours, rows = DeepGemmBackend(), []
+    monkeypatch.setattr(ours, "_blocks", lambda a, sa, b, sb: rows.append(a.shape[0]))
+    ours._ahead(20000, N, K, True, torch.device("meta"))
+    assert len(rows) == 225 and min(rows) == 4096 and max(rows) == 32768
+    tiles = {double.best_tile("1d2d", M, N, K) for M in rows}
+    assert tiles == {double.best_tile("1d2d", M, N, K) for M in range(4096, 32768, 61)}
+
+
 def test_kernels_that_cannot_be_compiled_ahead_are_compiled_when_used(library, trained, monkeypatch, caplog):
     product = library.fp8_gemm_nt
 
