@@ -30,7 +30,7 @@ from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
-from jetrl_patch.models.structure import check_device, has_delta_nets, text_config
+from jetrl_patch.models.structure import check_device, has_delta_nets, has_latent_attention, text_config
 
 # ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
@@ -195,7 +195,7 @@ def prepare_model(
 def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str, type]:
     """Choose the exact ops of a model on this machine. Returns the modules to swap, as ``_check_exact`` does."""
     kinds = _check_exact(model)
-    latent.check_latent(model.config, config.kv_cache, device_type)
+    latent.check_latent(model.config, config.kv_cache, device_type, config.backend)
     dispatch.configure(config.backend, device_type, config.scale_format)
     if has_delta_nets(model.config):
         delta_net.require_kernels(device_type, config.backend)
@@ -203,6 +203,8 @@ def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str,
     heads = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if has_latent_attention(model.config):
+        shared, width = 1, text.kv_lora_rank + text.qk_rope_head_dim
     choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
     return kinds
 

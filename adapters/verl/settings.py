@@ -225,7 +225,7 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
         from jetrl_patch.exact.latent import check_latent
 
         device = str(select("trainer.device"))
-        yield from raised(lambda: check_latent(hf_config, "auto", device))
+        yield from raised(lambda: check_latent(hf_config, "auto", device, config.backend))
         if has_delta_nets(hf_config):
             yield from raised(lambda: require_kernels(device, config.backend))
     if logprob.is_used(select, config):

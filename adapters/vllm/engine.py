@@ -30,7 +30,7 @@ from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.models.layers import is_cut, is_quantized
-from jetrl_patch.models.structure import check_device, check_structure, expert_sizes
+from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -216,7 +216,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if str(model.dtype) != "torch.bfloat16":
         raise _not_bf16(model.dtype, "set dtype='bfloat16'")
     if config.exact:
-        check_latent(model.hf_config, config.kv_cache, str(current_platform.device_type))
+        check_latent(model.hf_config, config.kv_cache, str(current_platform.device_type), config.backend)
         _check_exact(vllm_config, model.hf_config, config)
     if config.channelwise:
         return  # one scale per row: no split cuts a block
@@ -322,12 +322,21 @@ def _mm_problems(vllm_config: VllmConfig) -> dict[str, bool]:
 
 
 def device_problems(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError if the device lacks the exact ops, ModelError if no attention kernel fits the head width."""
+    """Choose the backend of latent attention on a GPU.
+
+    Raises ConfigError if the device lacks the exact ops, ModelError if no attention kernel fits the head width.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return
     refuse_exact_on("cuda" if current_platform.is_cuda() else current_platform.device_type)
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     from jetrl_patch.kernels.attention import check_head_dim
 
-    check_head_dim(vllm_config.model_config.get_head_size())
+    if has_latent_attention(vllm_config.model_config.hf_config):  # under the name of vLLM's backend, as CUSTOM has none for it
+        settings: Any = vllm_config.attention_config
+        settings.backend = AttentionBackendEnum.TRITON_MLA
+    else:
+        check_head_dim(vllm_config.model_config.get_head_size())

@@ -1,4 +1,4 @@
-"""The rollout's latent attention in exact mode: the trainer's absorbed form (``exact.latent``) over vLLM's cache, on a CPU.
+"""The rollout's latent attention in exact mode: the trainer's absorbed form (``exact.latent``) over vLLM's cache.
 
 vLLM's layer expands keys and values in a prefill, and multiplies by the halves of ``kv_b_proj`` in decoding. It asks the metadata
 which tokens are which. Here all of them are a prefill's, whose method gets queries as they are, so one method computes them all.
@@ -115,3 +115,23 @@ class ExactLatentBackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[ExactLatentBuilder]:
         return ExactLatentBuilder
+
+
+class ExactCudaLatentImpl(ExactLatentImpl):
+    """The same on a GPU, where vLLM's kernel fills the cache: it copies BF16, and the host does not wait for it."""
+
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
+        """Write latents and rotated keys to the slots of their tokens."""
+        MLACommonImpl.do_kv_cache_update(self, *args, **kwargs)
+
+
+class ExactCudaLatentBackend(ExactLatentBackend):
+    """Replaces vLLM's ``TRITON_MLA``. Blocks of 16 or more keys, as vLLM makes them, are read as they are."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[ExactCudaLatentImpl]:
+        return ExactCudaLatentImpl

@@ -233,7 +233,7 @@ def _exact(journal: Journal) -> None:
     )  # fmt: skip
     backends = attention_registry.AttentionBackendEnum
     on_cpu = current_platform.is_cpu()
-    ours = {backends.CUSTOM: "attention.ExactCudaAttentionBackend"}
+    ours = {backends.CUSTOM: "attention.ExactCudaAttentionBackend", backends.TRITON_MLA: "latent.ExactCudaLatentBackend"}
     if on_cpu:
         ours = {backends.CPU_ATTN: "attention.ExactCPUAttentionBackend"}
         ours |= dict.fromkeys(latent_backends(), "latent.ExactLatentBackend")

@@ -31,7 +31,7 @@ from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
 from jetrl_patch.models.families import LLAMA_LIKE, Family, family_of
-from jetrl_patch.models.structure import has_delta_nets
+from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
@@ -61,8 +61,9 @@ def finish_transformers(model: nn.Module, family: Family) -> None:
             raise ModelError(explain(what, required=required, found=f"transformers' {kind}", fix=fix))
 
 
-#: whether an attention with gated outputs, on a GPU, computes its norms and its rotary embedding in a kernel of vLLM's own
-_FUSED = "use_fused_qk_norm_rope_gate"
+#: whether a module, on a GPU, computes by a kernel of vLLM's own: norms and rotary embedding of an attention with gated outputs,
+#: and the first projection of latent attention in BF16 for up to 16 tokens
+_OWN_KERNELS = ("use_fused_qk_norm_rope_gate", "_use_min_latency_gemm")
 
 
 def finish_model(worker: Any) -> None:
@@ -70,12 +71,12 @@ def finish_model(worker: Any) -> None:
     config, model = worker.vllm_config.model_config, worker.model_runner.get_model()
     family = family_of(config.hf_config)
     assert family is not None  # ``engine`` has checked it
+    for module in model.modules():
+        for name in _OWN_KERNELS:
+            if getattr(module, name, False):
+                setattr(module, name, False)
     if config.using_transformers_backend():
         finish_transformers(model, family)
-    elif family.delta_net:
-        for module in model.modules():
-            if hasattr(module, _FUSED):
-                setattr(module, _FUSED, False)
     elif family.chooser:  # routers by a sigmoid: torch linears in FP32, or vLLM's own in BF16
         for module in model.modules():
             if isinstance(module, ExactGateLinear):
@@ -96,6 +97,7 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
         kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
         vocab=model.get_vocab_size(),
+        latent=model.hf_text_config.kv_lora_rank if has_latent_attention(model.hf_config) else 0,
     )
 
 

@@ -71,7 +71,8 @@ def boundaries(begins: Tensor, at_most: int) -> Boundaries:
 # Each query row is computed by itself: FP32 scores over ascending keys, one rounding to BF16. The C kernel makes two passes; the
 # Triton kernel, ``kernels.attention``, an online softmax over fixed blocks and chunks of keys. So a row has the same bits in a
 # packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper, ``exact.flash3`` may compute the forward
-# instead. Values may have a width of their own, as in latent attention, if the implementation is "native" or "torch".
+# instead. Values may be narrower than keys, as in latent attention. The Triton kernel for that (``kernels.latent``) reads keys
+# alone: there, values must be their first numbers, and the gradient of the keys is that of both.
 # Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, V width of a value, R sequences.
 
 #: up to this many scores, the backward pads all sequences into one batch. Above, it takes one sequence at a time
@@ -113,6 +114,8 @@ def attention_paged(
         from jetrl_patch.kernels import attention
 
         step = (block_table, seq_lens, query_start_loc, scale, out)
+        if v_cache.shape[3] != q_THD.shape[2]:
+            return _latent().attention_paged(q_THD, k_cache, v_cache.shape[3], *step)[0]
         if serves == flash3.FLASH3:
             return flash3.attention_paged(q_THD, k_cache, v_cache, *step)[0]
         return attention.attention_paged(q_THD, k_cache, v_cache, *step, scales)[0]
@@ -126,6 +129,12 @@ def attention_paged(
             rows = slice(starts[r], starts[r + 1])
             out[rows] = _reference(q_THD[rows], k, v, scale)[0]
     return out
+
+
+def _latent() -> Any:
+    from jetrl_patch.kernels import latent
+
+    return latent
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -149,6 +158,8 @@ class _VarlenAttention(torch.autograd.Function):
         serves = serving_attention(q)
         if serves == flash3.FLASH3:
             out, lse = flash3.attention_varlen(q16, k16, v16, cu_seqlens.to(torch.int32), scale)
+        elif serves == "triton" and v.shape[2] != q.shape[2]:
+            out, lse = _latent().attention_varlen(q16, k16, v.shape[2], cu_seqlens.to(torch.int32), scale)
         elif serves == "triton":
             from jetrl_patch.kernels import attention
 
@@ -169,9 +180,12 @@ class _VarlenAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu = ctx.saved_tensors
         grad = grad_outputs[0].to(torch.bfloat16)
+        if implementation(q) == "triton" and v.shape[2] != q.shape[2]:
+            dq, dk = _latent().attention_backward(q, k, out, lse, grad, cu.to(torch.int32), ctx.scale)
+            return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), None, None, None, None
         if implementation(q) == "triton":
             from jetrl_patch.kernels.attention_backward import attention_backward
 

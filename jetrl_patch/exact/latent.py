@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.exact.logprob import linear
 from jetrl_patch.models.structure import has_latent_attention
 
@@ -41,7 +42,31 @@ def out_of_latent(a_THL: Tensor, weight: Tensor, width: int) -> Tensor:
     return _by_head(a_THL, w_HVL)
 
 
+class _ByHead(torch.autograd.Function):
+    """One launch for all heads, on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THK: Tensor, w_HNK: Tensor) -> Tensor:
+        from jetrl_patch.kernels.latent import product_by_head
+
+        x, w = x_THK.to(torch.bfloat16), w_HNK.to(torch.bfloat16)
+        ctx.save_for_backward(x, w)
+        ctx.dtypes = x_THK.dtype, w_HNK.dtype
+        return product_by_head(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        g_HTN = grad_outputs[0].to(torch.bfloat16).transpose(0, 1)
+        dx = torch.bmm(g_HTN, w).transpose(0, 1)
+        dw = torch.bmm(g_HTN.transpose(1, 2), x.transpose(0, 1))
+        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1])
+
+
 def _by_head(x_THK: Tensor, w_HNK: Tensor) -> Tensor:
+    if implementation(x_THK) == "triton":
+        found: Tensor = _ByHead.apply(x_THK.flatten(0, -3), w_HNK)
+        return found.unflatten(0, x_THK.shape[:-2])
     return torch.stack([linear(x, w) for x, w in zip(x_THK.unbind(-2), w_HNK.unbind(0), strict=True)], -2)
 
 
@@ -55,14 +80,18 @@ class ExactAbsorbed:
         return out_of_latent(x, self.weight, values) if values else into_latent(x, self.weight)
 
 
-def check_latent(hf_config: Any, kv_cache: str, device_type: str = "cpu") -> None:
-    """Raise ModelError for latent attention in exact mode with an FP8 cache, or on a device other than a CPU."""
+def check_latent(hf_config: Any, kv_cache: str, device_type: str = "cpu", backend: str = "auto") -> None:
+    """Raise ModelError for latent attention in exact mode with an FP8 cache, or without kernels for its widths on a device."""
     if not has_latent_attention(hf_config):
         return
     what, fix = f'align="exact" of model_type={hf_config.model_type!r}', 'use align="linear"'
-    if device_type != "cpu":
-        required = "a CPU (the Triton kernels have no heads as wide as its latents)"
-        raise ModelError(explain(what, required=required, found=device_type, fix=fix))
+    if device_type == "cuda" and backend != "torch":
+        from jetrl_patch.kernels.latent import check_widths
+
+        check_widths(hf_config.kv_lora_rank, hf_config.kv_lora_rank + hf_config.qk_rope_head_dim)
+    elif device_type != "cpu":
+        required, found = "a CPU, or a GPU with Triton kernels", f"{device_type} with backend={backend!r}"
+        raise ModelError(explain(what, required=required, found=found, fix=fix))
     if kv_cache != "auto":
         required = "a BF16 cache (its keys and values are the same numbers, which would get two scales)"
         raise ModelError(explain(what, required=required, found=f"kv_cache={kv_cache!r}", fix=f"drop kv_cache, or {fix}"))

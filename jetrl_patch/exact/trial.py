@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.exact import delta_net, dispatch, flash3, kv_cache, ops, tower
+from jetrl_patch.exact import delta_net, dispatch, flash3, kv_cache, latent, ops, tower
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
 # In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
@@ -40,7 +40,10 @@ _proven: set[tuple[object, ...]] = set()
 
 
 class Sizes(NamedTuple):
-    """The sizes of one tensor-parallel rank's shard of a model."""
+    """The sizes of one tensor-parallel rank's shard of a model.
+
+    With latent attention, keys are ``head_dim`` wide and the first ``latent`` of their numbers are the values.
+    """
 
     hidden: int
     intermediate: int
@@ -48,6 +51,12 @@ class Sizes(NamedTuple):
     kv_heads: int
     head_dim: int
     vocab: int
+    latent: int = 0
+
+    @property
+    def rotated(self) -> int:
+        """The width of what the rotary embedding turns, at most."""
+        return self.head_dim - self.latent
 
 
 class _Trial:
@@ -85,8 +94,8 @@ class _Trial:
 
     def rotary(self) -> str:
         """Compare also with Hugging Face's expression, and with the trainer's kernel for it if there is one."""
-        x = self.random(self.tokens, self.sizes.heads, self.sizes.head_dim)
-        frequencies = 1e4 ** (-torch.arange(0, self.sizes.head_dim, 2) / self.sizes.head_dim)
+        x = self.random(self.tokens, self.sizes.heads, self.sizes.rotated)
+        frequencies = 1e4 ** (-torch.arange(0, self.sizes.rotated, 2) / self.sizes.rotated)
         cos, sin = (t.to(self.device) for t in ops.rotary_table(frequencies, self.tokens))
         places = torch.arange(self.tokens, device=self.device)
         c, s = (torch.cat((t, t), -1).unsqueeze(1) for t in (cos, sin))
@@ -117,6 +126,10 @@ class _Trial:
         formulas = dispatch.serving(torch.device(self.device).type) == "torch"  # which hold all scores of a sequence
         for lengths in self.batches[:1] if formulas else self.batches:
             self.sequences(lengths)
+        if s := self.sizes.latent:  # its weight makes keys and values of 128, in DeepSeek's models
+            weight = self.random(self.sizes.heads * 256, s)
+            x = self.random(self.tokens, self.sizes.heads, 128)
+            self.rows(lambda part: latent.out_of_latent(latent.into_latent(x[part], weight), weight, 128), self.tokens)
         return "equal bits in decode steps, chunks, prompts and packed batches"
 
     def sequences(self, lengths: tuple[int, ...]) -> None:
@@ -125,6 +138,7 @@ class _Trial:
         ends = [0, *itertools.accumulate(lengths)]
         q = self.random(tokens, s.heads, s.head_dim)
         k, v = (self.random(tokens, s.kv_heads, s.head_dim) for _ in range(2))
+        v = k[..., : s.latent] if s.latent else v
         trained = ops.attention_varlen(q, k, v, self.integers(ends), scale, self.fp8)
         cache, scales, table = self.pages(k, v, lengths)
         plans = {
@@ -182,8 +196,10 @@ class _Trial:
             pages.store(k, v, written)
             return pages[:2], pages[2:], table.to(k.device)
         caches = torch.full((2, sum(needs) * page, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
-        caches[0, written], caches[1, written] = k, v
+        caches[0, written], caches[1, written, :, : v.shape[2]] = k, v
         k_cache, v_cache = caches.unflatten(1, (-1, page))
+        if self.sizes.latent:
+            v_cache = k_cache[..., : self.sizes.latent]
         return (k_cache, v_cache), None, table.to(k.device)
 
 
@@ -248,7 +264,7 @@ def compare_ops(
     tried: dict[str, Callable[[], str]] = {
         "attention": trial.attention,
         f"RMSNorm of width {sizes.hidden}": partial(trial.norm, sizes.hidden),
-        f"RMSNorm of width {sizes.head_dim}": partial(trial.norm, sizes.head_dim),
+        f"RMSNorm of width {sizes.latent or sizes.head_dim}": partial(trial.norm, sizes.latent or sizes.head_dim),
         "SiLU": trial.silu,
         "rotary embedding": trial.rotary,
         "lm_head": partial(trial.head, torch.bfloat16),

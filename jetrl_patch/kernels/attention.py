@@ -117,7 +117,7 @@ PROGRAMS = 8 * 132
 WORKSPACE = 64 << 20
 
 #: head dimension -> rows per program of ``combine_kernel`` (nine programs fit on an SM); its warps and pipeline stages
-COMBINE_ROWS = {64: 16, 128: 8, 256: 4}
+COMBINE_ROWS = {64: 16, 128: 8, 256: 4, 512: 2}
 COMBINE_WARPS, COMBINE_STAGES = 4, 4
 
 
@@ -140,9 +140,8 @@ def combine(top, total, acc, chunk_top, chunk_total, chunk_acc):  # type: ignore
 
 
 @triton.jit
-def finish(out, lse, at, valid, top, total, acc, D: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a row's result, BF16, and its log-sum-exp. ``at`` counts rows of ``out``. A zero loses its sign."""
-    d = tl.arange(0, D)
+def finish(out, lse, at, valid, top, total, acc, d, D: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store columns d of a row's result, BF16, and its log-sum-exp. ``at`` counts rows of ``out``. A zero loses its sign."""
     result = acc * tl.math.div_rn(1.0, total)[:, None]
     result = tl.where(result == 0.0, 0.0, result)
     tl.store(out + at[:, None] * D + d[None, :], narrowed(result, HARDWARE), mask=valid[:, None])
@@ -172,7 +171,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         chunk_total = tl.load(ends + stored * 2 + 1, mask=seen, other=0.0)
         chunk_acc = tl.load(sums + stored[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
         top, total, acc = combine(top, total, acc, chunk_top, chunk_total, chunk_acc)
-    finish(out, lse, at, valid, top, total, acc, D, HARDWARE)
+    finish(out, lse, at, valid, top, total, acc, d, D, HARDWARE)
 
 
 def chunks_of(context: int) -> int:
@@ -214,11 +213,16 @@ def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts:
 
 @triton.jit
 def attend(q, k, v, key, limit, scale, top, total, acc, MASKED: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Process one block of keys: online softmax (arXiv 2205.14135) in base 2. The product with V starts from a fresh zero.
+    """Process one block of keys."""
+    return weigh(tl.dot(q, tl.trans(k)) * scale, v, key, limit, top, total, acc, MASKED, HARDWARE)
+
+
+@triton.jit
+def weigh(s, v, key, limit, top, total, acc, MASKED: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add a block from its scores: online softmax (arXiv 2205.14135) in base 2. The product with V starts from a fresh zero.
 
     Without MASKED, every row must see every key of the block. A mask would then give the same bits.
     """
-    s = tl.dot(q, tl.trans(k)) * scale
     if MASKED:
         s = tl.where(key[None, :] <= limit[:, None], s, float("-inf"))
     new = tl.maximum(top, tl.max(s, 1))
@@ -317,7 +321,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         else:
             top, total, acc = combine(top, total, acc, chunk_top, chunk_total, chunk_acc)
     if not SPLIT:
-        finish(out, lse, out_at, valid, top, total, acc, D, HARDWARE)
+        finish(out, lse, out_at, valid, top, total, acc, d, D, HARDWARE)
 
 
 def attention_paged(

@@ -19,7 +19,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 import wrapt
+from triton.backends.compiler import GPUTarget
 
 GPUS, NAME, CAPABILITY = 8, "NVIDIA H100 80GB HBM3", (9, 0)
 MEMORY, MULTIPROCESSORS = 80 << 30, 132
@@ -101,4 +103,8 @@ def stand_in(libraries: Path) -> None:
     wrapt.register_post_import_hook(lambda nvml: _answer(nvml, _NVML), "vllm.third_party.pynvml")
     wrapt.register_post_import_hook(lambda platform: _answer(platform, _PLATFORM), "vllm.platforms.cuda")
     wrapt.register_post_import_hook(_offer_sleep_mode, "vllm.device_allocator.cumem")
+    # vLLM's delta rule asks triton for its target on import, and for the shared memory
+    target = GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], _PROPERTIES.warp_size)
+    utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": _PROPERTIES.shared_memory_per_block_optin})
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target, utils=utils))
     sys.meta_path.insert(0, _Libraries(json.loads(libraries.read_text())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,11 @@ from jetrl_patch.exact.latent import check_latent, into_latent, out_of_latent
 
 from ..fp8.thresholds import sqnr
 
+#: ``tests/kernels/interpreted_latent.py`` runs some of these tests with the Triton kernels
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: heads; widths of a head without rotary part, of the rotary part, of the latent, of a value; and lengths of the sequences
-H, P, R, L, V = 3, 48, 16, 80, 40
-LENGTHS = (1, 33, 70)
+H, P, R, L, V = (3, 48, 16, 64, 40) if INTERPRETED else (3, 48, 16, 80, 40)
+LENGTHS = (1, 33, 40) if INTERPRETED else (1, 33, 70)
 SCALE = (P + R) ** -0.5
 
 
@@ -97,11 +100,15 @@ def test_a_product_does_not_depend_on_other_tokens_or_heads() -> None:
     assert torch.equal(out_of_latent(whole[:, 1:], part, V), out[:, 1:])
 
 
-def test_a_gpu_and_an_fp8_cache_are_refused() -> None:
-    config = SimpleNamespace(model_type="deepseek_v3")
-    check_latent(config, "auto", "cpu")
+def test_widths_without_kernels_and_an_fp8_cache_are_refused() -> None:
+    config = SimpleNamespace(model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    check_latent(config, "auto", "cpu"), check_latent(config, "auto", "cuda")
     check_latent(SimpleNamespace(model_type="qwen3"), "fp8", "cuda")
-    with pytest.raises(ModelError, match=r"model_type='deepseek_v3': required a CPU \(.*found cuda\. Use align=\"linear\""):
-        check_latent(config, "auto", "cuda")
+    for device, backend in (("cuda", "torch"), ("npu", "auto")):
+        with pytest.raises(ModelError, match=rf"'deepseek_v3': required a CPU, or .*found {device} with .*Use align=\"linear\""):
+            check_latent(config, "auto", device, backend)
+    narrow = SimpleNamespace(model_type="deepseek_v3", kv_lora_rank=96, qk_rope_head_dim=64)
+    with pytest.raises(ModelError, match=r"required latents of 64, 128, 256, 512 .*found 96 and 64\. Use align='linear'"):
+        check_latent(narrow, "auto", "cuda")
     with pytest.raises(ModelError, match=r"required a BF16 cache \(.*found kv_cache='fp8'\. Drop kv_cache"):
         check_latent(config, "fp8")

@@ -7,7 +7,7 @@ import torch
 
 from jetrl_patch.backends import capability
 from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.exact import dispatch, ops, trial
+from jetrl_patch.exact import dispatch, latent, ops, trial
 
 SIZES = trial.Sizes(hidden=256, intermediate=320, heads=4, kv_heads=2, head_dim=64, vocab=1001)
 LENGTHS = (1, 33, 130, 64, 77)
@@ -22,6 +22,16 @@ def test_ops_that_keep_the_promise_pass(backend, monkeypatch):
     monkeypatch.setitem(dispatch._chosen, "cpu", backend)
     found = verdicts()
     assert len(found) == 8 and all(verdict.ok for verdict in found.values()), found
+
+
+def test_latent_attention_is_tried_with_its_products(monkeypatch):
+    monkeypatch.setitem(dispatch._chosen, "cpu", "native")
+    sizes = trial.Sizes(hidden=256, intermediate=320, heads=4, kv_heads=1, head_dim=144, vocab=1001, latent=80)
+    assert all(verdict.ok for verdict in dict(trial.compare_ops(sizes, "cpu", LENGTHS)).values())
+    original = latent.into_latent
+    monkeypatch.setattr(latent, "into_latent", lambda x, w: original(x, w) * (1 + (len(x) == 7) / 64))
+    failed = {name: verdict.found for name, verdict in dict(trial.compare_ops(sizes, "cpu", LENGTHS)).items() if not verdict.ok}
+    assert list(failed) == ["attention"] and "7 rows differ" in failed["attention"]
 
 
 def paged_with_another_sum(original):

@@ -15,6 +15,7 @@ from jetrl_patch.kernels import (
     gemm_mx,
     head,
     kv_cache,
+    latent,
     mixture,
     norm,
     quantize,
@@ -99,7 +100,7 @@ def _chunks_specs() -> tuple[Spec, ...]:
             f"attention_combine_{D}", attention.combine_kernel, types | {"R": "i32", "T": "i32"},
             {**fixed, "D": D, "ROWS": attention.COMBINE_ROWS[D]}, options,
         )
-        for D in attention.HEAD_DIMS
+        for D in attention.COMBINE_ROWS
     )  # fmt: skip
 
 
@@ -456,6 +457,50 @@ LOGPROB_BACKWARD = tuple(
 HEAD_ALL = HEAD + LOGPROB_BACKWARD
 
 
+# ---- latent attention ----------------------------------------------------------------------------
+
+def latent_spec(name: str, size: int = 0, split: bool = False, heads: int = 16) -> Spec:
+    """A forward kernel at the widths of DeepSeek-V3 and Moonlight."""
+    held, walked, stages, warps = latent.TILE
+    types = {"q": "*bf16", "keys": "*bf16", "out": "*fp32" if split else "*bf16", "lse": "*fp32"}
+    types |= dict.fromkeys(("starts", "lengths", "table"), "*i32") | {"REQUESTS": "i32", "T": "i32", "scale": "fp32"}
+    fixed = {"PER": heads, "L": 512, "R": 64, "PART": latent.PART, "ROWS": held, "KEYS": walked, "CHUNK": attention.CHUNK}
+    return Spec(
+        name, latent.latent_kernel, types | dict.fromkeys(("k_b", "k_t", "table_r"), "i32"),
+        {**fixed, "STAGES": stages, "SIZE": size, "SPLIT": split, "HARDWARE": True},
+        {"num_warps": warps, "num_stages": stages, **PINNED}, ("k_b", "k_t"),
+    )  # fmt: skip
+
+
+def _latent_specs() -> tuple[Spec, ...]:
+    found = [latent_spec("latent_varlen"), latent_spec("latent_paged", 64), latent_spec("latent_split", 64, True)]
+    types = dict.fromkeys(("q", "keys", "grad"), "*bf16") | dict.fromkeys(("level", "delta"), "*fp32")
+    numbers = {"starts": "*i32", "REQUESTS": "i32", "T": "i32", "scale": "fp32", "natural": "fp32"}
+    for name, kernel, (held, walked, stages, warps), sizes in (
+        ("dq", latent.dq_kernel, latent.DQ, ("ROWS", "KEYS")),
+        ("dkeys", latent.dkeys_kernel, latent.DKEYS, ("HELD", "ROWS")),
+    ):
+        fixed = {"PER": 16, "L": 512, "R": 64, "PART": latent.BACK_PART, sizes[0]: held, sizes[1]: walked, "STAGES": stages}
+        options = {"num_warps": warps, "num_stages": stages, **PINNED}
+        found.append(Spec(f"latent_{name}", kernel, types | {name: "*bf16"} | numbers, {**fixed, "HARDWARE": True}, options))
+    types = dict.fromkeys(("grad", "out"), "*bf16") | dict.fromkeys(("lse", "delta", "level"), "*fp32") | {"T": "i32"}
+    fixed = {"KH": 1, "PER": 16, "D": 512, "SUMMED": attention_backward.SUMMED, "HARDWARE": True}
+    options = {"num_warps": attention_backward.WARPS, **PINNED}
+    found.append(Spec("latent_row_sums", attention_backward.row_sums_kernel, types, fixed, options))
+    rows, columns, inner = latent.PRODUCT
+    for N, K in ((512, 128), (128, 512)):
+        fixed = {"H": 16, "N": N, "K": K, "ROWS": rows, "COLUMNS": columns, "INNER": inner, "STAGES": latent.PRODUCT_STAGES}
+        strides = dict.fromkeys(("x_t", "x_h", "w_h", "w_n", "w_k"), "i32")
+        options = {"num_warps": latent.PRODUCT_WARPS, "num_stages": latent.PRODUCT_STAGES, **PINNED}
+        types = {"x": "*bf16", "w": "*bf16", "y": "*bf16", "T": "i32"} | strides
+        fixed |= {"HARDWARE": True}
+        found.append(Spec(f"latent_product_{N}", latent.product_kernel, types, fixed, options, ("x_t", "x_h", "w_h")))
+    return tuple(found)
+
+
+LATENT = _latent_specs()
+
+
 # ---- mixture -------------------------------------------------------------------------------------
 
 _PLANNED = ("order", "place", "offsets", "tiles", "tile_first", "groups", "group_first")
@@ -702,6 +747,7 @@ ALL = (
     *GEMM_GROUPED,
     *GEMM_GROUPED_WGRAD,
     *HEAD_ALL,
+    *LATENT,
     *MIXTURE,
     *NORM_ALL,
     *QUANTIZE_ALL,

@@ -25,8 +25,8 @@ from .specs import specs
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [
     *registered.ATTENTION_ALL, *registered.CHUNKS, *registered.ATTENTION_BACKWARD, *registered.DELTA_NET,
-    *registered.ELEMENTWISE_ALL, *registered.HEAD_ALL, *registered.NORM, *registered.NORM_BACKWARD, *registered.RANK_SUM,
-    *registered.SILU_BACKWARD,
+    *registered.ELEMENTWISE_ALL, *registered.HEAD_ALL, *registered.LATENT, *registered.NORM, *registered.NORM_BACKWARD,
+    *registered.RANK_SUM, *registered.SILU_BACKWARD,
 ]  # fmt: skip
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
 REGISTERS = {
@@ -48,6 +48,9 @@ REGISTERS = {
     **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **dict.fromkeys((s.name for s in (*registered.ROTARY, *registered.LOGPROB_BACKWARD)), 40),  # 12, of 128 threads
+    **dict.fromkeys((f"latent_{kind}" for kind in ("varlen", "paged", "split", "dq", "dkeys")), 255),  # 1, of 256 threads
+    **dict.fromkeys(("latent_product_512", "latent_product_128"), 128),  # 4
+    "latent_row_sums": 128,  # 4
     "rms_norm2048_one_plus": 64,
     "delta_conv": 168,  # 3, of 128 threads
     **dict.fromkeys(("delta_inputs_128", "delta_inputs_40"), 40),
@@ -69,9 +72,11 @@ SPILLS = {
     **dict.fromkeys((f"attention_{kind}_256" for kind in ("paged", "split", "varlen")), 168),
     "attention_fp8_256": 256,
     "attention_dkdv_256": 144,
+    **dict.fromkeys((f"latent_{kind}" for kind in ("varlen", "paged", "split")), 400),
+    "latent_dq": 512,  # in the loop too
 }
 if "sched4reg" not in COMPILER:  # an older triton, seen with 3.6.0: one program of this width on an SM instead of two
-    REGISTERS |= {"rms_norm16384": 72}
+    REGISTERS |= {"rms_norm16384": 72, "attention_combine_512": 64}
     SPILLS |= {"silu_mul_backward_both_fp32": 104, **dict.fromkeys(("attention_paged_128", "attention_varlen_128"), 80)}
 #: maximum instructions that a warp runs per block of keys that every row sees (of rows: dkdv; of the contraction: bf16_gemm; per
 #: chunk: combine), and asynchronous copies among them
@@ -100,6 +105,7 @@ SHARED = {
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32", "attention_dkdv_128"), 113 << 10),
     **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128", "attention_fp8_128"), 113 << 10),
     **dict.fromkeys(("attention_dq_128", "attention_dq_256"), 128 << 10),
+    **dict.fromkeys((f"latent_{kind}" for kind in ("varlen", "paged", "split", "dq", "dkeys")), 184 << 10),
     **dict.fromkeys((f"attention_{kind}_256" for kind in ("paged", "split", "varlen", "fp8", "dkdv")), 97 << 10),
 }
 
@@ -107,7 +113,10 @@ SHARED = {
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "delta", "rotary", "logprob", "whole")),
+        *(
+            (f"interpreted_{part}", "not slow")
+            for part in ("exact", "chunks", "backward", "delta", "latent", "rotary", "logprob", "whole")
+        ),
         pytest.param("interpreted_chunks", "slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
@@ -133,7 +142,7 @@ def test_compiles_within_an_sm(spec: Spec):
         assert not products(made.ptx) and "ld.global.v4.b32" in made.ptx
     elif spec in registered.CHUNKS:
         assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
-    elif "attention" in spec.name or "gemm" in spec.name:
+    elif "attention" in spec.name or "gemm" in spec.name or spec in registered.LATENT:
         assert products(made.ptx) and all(
             ".m64n" in found and found.endswith("k16.f32.bf16.bf16") for found in products(made.ptx)
         )
@@ -185,16 +194,20 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(spec: Spec):
     assert re.search(rf"ld\.global\.{least}", ptx) and not re.search(r"ld\.global\.b16\b", ptx)
 
 
+def arithmetic(spec: Spec) -> Counter[str]:
+    ptx = compile_one(spec).ptx
+    return products(ptx) + Counter(re.findall(r"\b(?:add|sub|mul|fma|max|ex2|lg2|div|rcp|cvt)\.\S*(?:f32|bf16x2)\S*", ptx))
+
+
 @pytest.mark.parametrize("width", attention.HEAD_DIMS)
 def test_the_paged_and_the_packed_kernel_compute_alike(width: int):
-    def arithmetic(name: str) -> Counter[str]:
-        ptx = compile_one(specs()[name]).ptx
-        return products(ptx) + Counter(
-            re.findall(r"\b(?:add|sub|mul|fma|max|ex2|lg2|div|rcp|cvt)\.\S*(?:f32|bf16x2)\S*", ptx)
-        )
-
-    paged, packed = (arithmetic(f"attention_{kind}_{width}") for kind in ("paged", "varlen"))
+    paged, packed = (arithmetic(specs()[f"attention_{kind}_{width}"]) for kind in ("paged", "varlen"))
     assert paged == packed and paged["ex2.approx.ftz.f32"] >= 18
+
+
+def test_latent_attention_computes_alike_for_any_cache_and_number_of_heads():
+    packed, *others = (arithmetic(spec) for spec in (*registered.LATENT[:2], registered.latent_spec("latent_rank", heads=2)))
+    assert all(other == packed for other in others) and packed["ex2.approx.ftz.f32"] >= 18
 
 
 def test_attention_sums_values_from_a_fresh_zero():

@@ -105,8 +105,8 @@ def test_exact_mode_is_accepted_and_int8_is_refused() -> None:
 def test_exact_mode_refuses_what_its_attention_does_not_compute(tmp_path: Path) -> None:
     jetrl_patch.enable(precision="fp8-unified")
     model = build(FAMILY)
-    with pytest.raises(ModelError, match="required a CPU"):
-        prepare_model(model, Config(precision="fp8-unified").resolved(), device_type="cuda")
+    with pytest.raises(ModelError, match="required a CPU, or a GPU with Triton kernels"):
+        prepare_model(model, Config(precision="fp8-unified", backend="torch").resolved(), device_type="cuda")
     config_of(FAMILY).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"required a BF16 cache .*found kv_cache='fp8'"):
         check_checkpoint(tmp_path, Config(precision="fp8-unified", kv_cache="fp8"), 1)

@@ -33,6 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("extra", [PACKED, PADDED])
 @pytest.mark.parametrize("config", [LINEAR, ROLLOUT, EXACT])
 def test_what_is_accepted(base: Any, folder: Path, extra: str, config: Any) -> None:
+    given = base(f"{M}.path={folder}", extra)  # on GPUs
+    assert [str(problem) for problem in settings.problems(given, config)] == []
     given = base(f"{M}.path={folder}", extra, "trainer.device=cpu")
     assert [str(problem) for problem in settings.problems(given, config)] == []
 
@@ -42,7 +44,7 @@ def test_what_is_accepted(base: Any, folder: Path, extra: str, config: Any) -> N
     [
         (SLICES, LINEAR, r"size=2: required whole sequences of a model with latent attention .*deepseek_v3'\. Set it to 1"),
         ((f"{M}.lora_rank=8",), ROLLOUT, r"LoRA with .*required attention that is not latent .*model_type='deepseek_v3'"),
-        ((), EXACT, r"model_type='deepseek_v3': required a CPU .*found cuda\. Use align="),
+        ((), replace(EXACT, backend="torch"), r"'deepseek_v3': required a CPU, or a GPU .*found cuda with backend='torch'"),
         (("trainer.device=cpu",), replace(EXACT, kv_cache="fp8"), r"'deepseek_v3': required a BF16 cache .*found kv_cache='fp8'"),
     ],
 )

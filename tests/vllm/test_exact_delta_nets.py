@@ -139,13 +139,13 @@ def test_attention_with_gates_keeps_the_exact_norms_and_rotary_embedding() -> No
     from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
 
     source = inspect.getsource(Qwen3NextAttention)
-    assert source.count(f"self.{worker_code._FUSED}") == 2 and f"if self.{worker_code._FUSED}:" in source
+    assert source.count(f"self.{worker_code._OWN_KERNELS[0]}") == 2 and f"if self.{worker_code._OWN_KERNELS[0]}:" in source
     attention, other = (torch.nn.Module() for _ in range(2))
-    setattr(attention, worker_code._FUSED, True)
+    setattr(attention, worker_code._OWN_KERNELS[0], True)
     model = torch.nn.ModuleList((attention, other))
     found = SimpleNamespace(hf_config=config_of("qwen3_next"), using_transformers_backend=lambda: False)
     runner = SimpleNamespace(get_model=lambda: model)
     worker_code.finish_model(SimpleNamespace(vllm_config=SimpleNamespace(model_config=found), model_runner=runner))
-    assert not getattr(attention, worker_code._FUSED) and not hasattr(other, worker_code._FUSED)
+    assert not getattr(attention, worker_code._OWN_KERNELS[0]) and not hasattr(other, worker_code._OWN_KERNELS[0])
     sizes = SimpleNamespace(hf_text_config=found.hf_config), SimpleNamespace(tensor_parallel_size=2)
     assert worker_code.delta_net_sizes(SimpleNamespace(model_config=sizes[0], parallel_config=sizes[1])) == (1, 2, 64, 64)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,3 +250,57 @@ def test_angles_that_both_sides_share_are_accepted_and_no_others(change: dict[st
         return
     with pytest.raises(ModelError, match="model_type='deepseek_v3' with a quantized rollout: required"):
         check_structure(config, quantized)
+
+
+def test_on_a_gpu_it_takes_the_place_of_vllms_triton_backend() -> None:
+    """vLLM checks a layer's widths, cache and GPU before it builds it; the cache is filled by vLLM's own kernel."""
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backend import MLAAttentionImpl
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from jetrl_patch.adapters.vllm.latent import ExactCudaLatentBackend, ExactCudaLatentImpl, ExactLatentBuilder
+
+    assert ExactCudaLatentBackend.get_name() == AttentionBackendEnum.TRITON_MLA.name and ExactCudaLatentBackend.is_mla()
+    assert ExactCudaLatentBackend.get_builder_cls() is ExactLatentBuilder
+    asked: dict[str, Any] = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True, "has_sink": False,
+        "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
+    }  # fmt: skip
+    assert ExactCudaLatentBackend.validate_configuration(**asked) == []
+    assert ExactCudaLatentBackend.validate_configuration(**asked | {"use_mla": False, "use_sparse": True})
+    called: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MLAAttentionImpl, "do_kv_cache_update", lambda self, *given, **kw: called.append(given))
+        impl = object.__new__(ExactCudaLatentImpl)
+        impl.do_kv_cache_update(1, 2, 3, 4, "auto", 5)  # type: ignore[arg-type]
+    assert called == [(1, 2, 3, 4, "auto", 5)]
+
+
+def test_an_engine_on_a_gpu_gets_that_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from jetrl_patch.adapters.vllm import engine as settings
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(settings, "refuse_exact_on", lambda device: None)
+    for family, chosen in (("deepseek_v3", AttentionBackendEnum.TRITON_MLA), ("qwen3", AttentionBackendEnum.CUSTOM)):
+        model = SimpleNamespace(hf_config=models.config_of(family), get_head_size=lambda: 576)
+        given: Any = SimpleNamespace(model_config=model, attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM))
+        if family == "qwen3":
+            with pytest.raises(ModelError, match="required head dimension 64, 128, 256, found 576"):
+                settings.device_problems(given)
+        else:
+            settings.device_problems(given)
+        assert given.attention_config.backend == chosen
+
+
+def test_the_first_projection_in_bf16_is_not_vllms_kernel_for_few_tokens() -> None:
+    from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
+
+    from jetrl_patch.adapters.vllm import worker as code
+
+    source = inspect.getsource(DeepSeekV2FusedQkvAProjLinear)
+    assert "_use_min_latency_gemm" in code._OWN_KERNELS and "if self._use_min_latency_gemm:" in source
