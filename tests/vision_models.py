@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from jetrl_patch.measure.pictures import Picture, noise, place_pictures
 from tests import models
 
 #: torchvision and what verl needs for images, which `make vision` installs; not in the environment of all tests
 ROOT = Path(__file__).resolve().parents[1]
-VISION = Path(sys.prefix) / "vision"
+VISION = ROOT / ".venv" / "vision"
 needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, which `make vision` makes")
 
 WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
@@ -172,11 +173,18 @@ def processor(family: str) -> Any:
 
 
 def picture(seed: int = 0, side: int = 64) -> Any:
-    """A PIL image of coloured noise."""
-    import numpy
-    from PIL import Image
+    """A square PIL image of colored noise."""
+    return noise(seed, side, side)
 
-    return Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8))
+
+def prompts(llm: Any, count: int) -> tuple[list[list[int]], list[list[Picture]]]:
+    """Prompts for an engine, the first with an image, and the images of each."""
+    from jetrl_patch.adapters.vllm.sample import around, make_pictures
+
+    encode = llm.get_tokenizer().encode
+    texts = [encode(f"{number % 5}?" + "=" * (number % 7 + 1)) for number in range(count + 1)]
+    asked, shown = place_pictures(texts, make_pictures(llm.model_config.model), around(llm.model_config.hf_config))
+    return asked[1:], shown[1:]
 
 
 def environ() -> dict[str, str]:

@@ -22,6 +22,7 @@ from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.measure.parity import OPS, PARTS, Job, Sample, Scored, Step
 from jetrl_patch.measure.routes import Recorder, Routes, compare
 from jetrl_patch.progress import SILENT, Progress
+from jetrl_patch.trainer.preflight import auto_class
 
 __all__ = ["explain", "load", "log_probs", "micro_batches", "prepare_model", "score", "share_sequences", "to_bf16"]
 
@@ -54,11 +55,12 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
 
 def load(job: Job) -> Any:
     """Load the trainer's model and convert it for the mode."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, job.config.compute_dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(device).eval()
+    found = auto_class(AutoConfig.from_pretrained(job.model))
+    model: Any = found.from_pretrained(job.model, dtype=dtype).to(device).eval()
     if job.stock is None:
         prepare_model(model, job.config, job.tp, device, job.ep)
     return model
@@ -110,7 +112,12 @@ def log_probs(
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    images: dict[str, Tensor] = {}
+    if pictures := [picture for s in samples for picture in s.pictures]:
+        images["pixel_values"] = torch.cat([picture.pixels for picture in pictures]).to(model.device)
+        images["image_grid_thw"] = torch.cat([picture.grid for picture in pictures]).to(model.device)
+        images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **images).logits
     found = []
     for row, s in enumerate(samples):
         first = len(s.prompt) - 1

@@ -12,11 +12,14 @@ from jetrl_patch.adapters.vllm.arguments import argument_problems, kv_cache_erro
 from jetrl_patch.adapters.vllm.compat import routes_error
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
-from jetrl_patch.models.structure import expert_sizes
+from jetrl_patch.measure.pictures import MOST_PICTURES, Picture, noise, place_pictures
+from jetrl_patch.models.structure import expert_sizes, is_vision_language
 from jetrl_patch.progress import SILENT
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
@@ -38,30 +41,40 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
         fix = "choose a higher one"
         raise ConfigError(explain("--temperature", required=REQUIRED_TEMPERATURE, found=job.temperature, fix=fix))
     hf_config = _config(job.model)
-    longest = min(job.prompt_tokens, hf_config.max_position_embeddings - job.length)
+    text = hf_config.get_text_config()
+    pictures = make_pictures(job.model) if is_vision_language(hf_config) else []
+    room = MOST_PICTURES * max((picture.tokens + 2 for picture in pictures), default=0)
+    longest = min(job.prompt_tokens, text.max_position_embeddings - job.length - room)
     if longest < 1:
-        positions = hf_config.max_position_embeddings
+        positions = text.max_position_embeddings
         raise ConfigError(f"--length {job.length} leaves no room for a prompt: the model has {positions} positions")
     prompts = make_prompts(
         job.prompts,
         _tokenizer(job.model),
         count=max(-(-job.tokens // job.length), job.batch),
-        vocabulary=hf_config.vocab_size,
+        vocabulary=text.vocab_size,
         longest=longest,
         seed=job.seed,
     )
-    engine = build_engine(job, max(map(len, prompts)) + job.length)
+    limit = max(map(len, prompts)) + job.length + room
+    shown: Sequence[Sequence[Picture]] = [()] * len(prompts)
+    if pictures:
+        if {*placeholders(hf_config)} & {token for ids in prompts for token in ids}:
+            raise ConfigError("--prompts: images are added to the prompts. Remove the tokens that stand for images and videos.")
+        prompts, shown = place_pictures(prompts, pictures, around(hf_config))
+    engine = build_engine(job, limit)
     try:
         samples: list[Sample] = []
         if job.cost:
             progress.stage("warming up the engine")
-            generate(engine, prompts[: job.batch], job.length, job.temperature)
-        progress.stage("sampling", -(-job.tokens // (job.batch * job.length)), "batches")
+            generate(engine, prompts[: job.batch], job.length, job.temperature, shown)
+        progress.stage("sampling", total := -(-job.tokens // (job.batch * job.length)), "batches")
         begin, count = time.perf_counter(), 0
         while count < job.tokens:
-            batch = [prompts[(len(samples) + i) % len(prompts)] for i in range(job.batch)]
-            samples += generate(engine, batch, job.length, job.temperature)
-            progress.done(len(samples) // job.batch)
+            batch = [(len(samples) + i) % len(prompts) for i in range(job.batch)]
+            asked, seen = [prompts[i] for i in batch], [shown[i] for i in batch]
+            samples += generate(engine, asked, job.length, job.temperature, seen)
+            progress.done(min(len(samples) // job.batch, total))  # responses that end early take more
             count = sum(len(s.response) for s in samples)
         return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
     finally:
@@ -86,9 +99,13 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         # log-probs after temperature, which the trainer applies too
         "logprobs_mode": "processed_logprobs",
     }
+    hf_config = _config(job.model)
+    if is_vision_language(hf_config):
+        image = {"count": MOST_PICTURES, "width": max(_SIDES), "height": max(_SIDES)}  # vLLM tries images of this size
+        settings |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": image, "video": 0}}
     settings |= {"kv_cache_memory_bytes": 1 << 29} if current_platform.is_cpu() else {"gpu_memory_utilization": SHARE}
     stock = STOCK[job.stock].engine if job.stock else ()
-    if not stock and expert_sizes(_config(job.model)) is not None and routes_error() is None:
+    if not stock and expert_sizes(hf_config) is not None and routes_error() is None:
         settings["enable_return_routed_experts"] = True
     settings.update(stock)
     settings.update(job.engine)
@@ -103,17 +120,35 @@ def execution(engine: Any) -> str:
     return "graphs" if chosen.cudagraph_mode else "eager"
 
 
-def generate(engine: Any, prompts: list[list[int]], length: int, temperature: float) -> list[Sample]:
-    """Generate responses of ``length`` tokens for all prompts at once."""
+def generate(
+    engine: Any, prompts: list[list[int]], length: int, temperature: float, pictures: Sequence[Sequence[Picture]] = ()
+) -> list[Sample]:
+    """Generate responses of ``length`` tokens for all prompts at once. ``pictures`` are those of each prompt, see ``Sample``.
+
+    A response ends early with a token that stands for an image or a video, because the trainer would look for its pixels.
+    """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=temperature, max_tokens=length, logprobs=0, ignore_eos=True, detokenize=False)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    params = SamplingParams(
+        temperature=temperature,
+        max_tokens=length,
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        stop_token_ids=placeholders(engine.model_config.hf_config),
+    )
+    pictures = pictures or [()] * len(prompts)
+    asked: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in prompts]
+    for request, seen in zip(asked, pictures):
+        if seen:
+            request["multi_modal_data"] = {"image": [picture.image for picture in seen]}
     samples = []
-    for prompt, output in zip(prompts, outputs):
+    for output, seen in zip(engine.generate(asked, params, use_tqdm=False), pictures):
+        prompt = list(output.prompt_token_ids)  # with all tokens of each image
         response = list(output.outputs[0].token_ids)
         log_probs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)]
-        samples.append(Sample(prompt, response, log_probs, _routes(output.outputs[0], len(prompt) + len(response) - 1)))
+        routes = _routes(output.outputs[0], len(prompt) + len(response) - 1)
+        samples.append(Sample(prompt, response, log_probs, routes, seen))
     return samples
 
 
@@ -131,7 +166,45 @@ def _routes(output: Any, tokens: int) -> torch.Tensor | None:
 def _config(model: str) -> Any:
     from vllm.transformers_utils.config import get_config
 
-    return get_config(model, trust_remote_code=False).get_text_config()
+    return get_config(model, trust_remote_code=False)
+
+
+# ---- Images --------------------------------------------------------------------------------------
+
+#: number of images, fewer than prompts, so that prompts share some
+_PICTURES = 11
+#: their sides in pixels
+_SIDES = (64, 96, 128)
+
+
+def make_pictures(model: str) -> list[Picture]:
+    """Random images, processed by the model's own processor. Raises ModelError if it does not load."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(model).image_processor
+    except Exception as error:  # each library below transformers raises its own
+        found, fix = f"{type(error).__name__}: {error}", "copy its files from the original model"
+        raise ModelError(explain(f"--model {model}", required="the model's processor", found=found, fix=fix)) from error
+    made = []
+    for number in range(_PICTURES):
+        image = noise(number, _SIDES[number % 3], _SIDES[number // 3 % 3])
+        given = processor(images=[image], return_tensors="pt")
+        grid = given["image_grid_thw"]
+        made.append(Picture(image, given["pixel_values"], grid, int(grid.prod()) // processor.merge_size**2))
+    return made
+
+
+def placeholders(hf_config: Any) -> list[int]:
+    """The tokens that stand for images and videos."""
+    return [hf_config.image_token_id, hf_config.video_token_id] if is_vision_language(hf_config) else []
+
+
+def around(hf_config: Any) -> list[int]:
+    """The tokens before, in place of and after an image."""
+    kind = "vision" if hasattr(hf_config, "vision_start_token_id") else "image"
+    before, after = (getattr(hf_config, f"{kind}_{end}_token_id") for end in ("start", "end"))
+    return [before, hf_config.image_token_id, after]
 
 
 def _tokenizer(model: str) -> Any:

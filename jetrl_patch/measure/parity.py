@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import MODES, Precision
 from jetrl_patch.errors import ConfigError, ModelError, explain, reading
+from jetrl_patch.measure.pictures import Picture, check_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +29,15 @@ class Sample:
     """One request: token ids of prompt and response, and the response's log-probs as the rollout returned them.
 
     ``routes`` are the experts chosen for every token but the last, which never enters the model: int64 [tokens, layers, k], or
-    None if the engine returned no routes. A comparison of samples ignores them.
+    None if the engine returned no routes. ``pictures`` are the images of the prompt, in order, which holds a placeholder for each
+    of their tokens. A comparison of samples ignores both.
     """
 
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
     routes: Tensor | None = field(default=None, compare=False)
+    pictures: Sequence[Picture] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -302,12 +305,13 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
     return configs
 
 
-def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
-    """Check what can be checked without loading the model.
+def check_model(path: str, configs: list[Config], tp: int = 1) -> bool:
+    """Check what can be checked without loading the model. Returns whether the prompts of the model have images.
 
     Raises:
-        ModelError: there is no checkpoint, the model has a vision tower, exact mode does not support its family, or ``tp`` does
-            not divide its heads.
+        ModelError: there is no checkpoint, the model has a vision tower that is not supported or no image processor, exact mode
+            does not support its family, or ``tp`` does not divide its heads.
+        JetrlError: a package that processes images is not installed.
     """
 
     def refuse(required: str, found: str, fix: str) -> ModelError:
@@ -326,14 +330,15 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
         raise ModelError(f"--model {path}: {file.name} is not valid JSON ({error})") from None
     if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
         raise refuse("weights (*.safetensors or *.bin)", f"only {file.name}", "give a complete checkpoint")
-    if "vision_config" in settings:
-        found = f"model_type={settings.get('model_type')!r}, which has a vision_config"
-        raise refuse("a text model, because only text is compared", found, "compare the text model that it is built on")
-    _check_heads(path, settings, tp)
-    if any(config.exact for config in configs):
+    sees = "vision_config" in settings
+    if sees:
+        check_images(path, settings.get("model_type"))
+    _check_heads(path, {**settings, **settings.get("text_config", {})}, tp)
+    if any(config.exact for config in configs) and not sees:  # transformers reads older files of models with a tower
         from jetrl_patch.exact.modules import check_family
 
         check_family(SimpleNamespace(**settings))
+    return sees
 
 
 def _check_heads(path: str, settings: dict[str, Any], tp: int) -> None:

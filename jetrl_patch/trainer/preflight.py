@@ -144,14 +144,19 @@ def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple
 
 def _on_meta(hf_config: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    whole = AutoModelForImageTextToText if is_vision_language(hf_config) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return whole.from_config(hf_config)
+            return auto_class(hf_config).from_config(hf_config)
     except ValueError as error:
         raise _unreadable(f"model_type={hf_config.model_type!r}", "a causal language model", error) from error
+
+
+def auto_class(hf_config: Any) -> Any:
+    """The class of transformers that loads a whole model, with its vision tower if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_vision_language(hf_config) else AutoModelForCausalLM
 
 
 def _read(folder: str, trust_remote_code: bool) -> Any:

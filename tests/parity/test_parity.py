@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.measure import parity
 from jetrl_patch.measure.parity import Job, check_model, choose
 
-from .. import models
+from .. import models, vision_models
 from ..fp8.thresholds import MISMATCH
 
 KEYS = {
@@ -204,6 +207,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert f"jetrl parity: loading the engine ({mode} of 4), 0:" in said.err
 
 
+UNCACHED = ["--engine", '{"enable_prefix_caching": false, "max_num_batched_tokens": 48}']
 EP = ["--engine", '{"enable_expert_parallel": true}']
 
 
@@ -253,6 +257,34 @@ def test_the_command_with_an_export_of_latent_attention(tmp_path: Path, capsys: 
         assert row["route_mismatch"] < 0.5
     assert rows["bf16"]["logp_abs_diff_mean"] < rows["fp8-unified"]["logp_abs_diff_mean"]
     assert "other experts in trainer and rollout, of all tokens and blocks" in capsys.readouterr().out
+
+
+@vision_models.needs_images
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen2_5_vl", []),
+        ("qwen3_vl", ["--align", "exact", "--batch", "7", *UNCACHED]),
+        ("qwen3_vl_moe", ["--align", "exact", "--tp", "2"]),
+        ("glm4v", ["--precision", "bf16", "fp8-rollout"]),
+    ],
+)
+def test_the_command_with_images(tmp_path: Path, family: str, more: list[str]) -> None:
+    model, file = vision_models.save(tmp_path / "m", family), tmp_path / "out.json"
+    command = [sys.executable, "-m", "jetrl_patch", "parity", "--model", model, "--json", str(file), *more]
+    environ = {**os.environ, **vision_models.environ(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--tokens", "256", "--length", "16"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = {row["align"] if row["align"] != "none" else row["precision"]: row for row in json.loads(file.read_text())}
+    assert all(row["tokens"] >= 256 for row in rows.values())
+    for name, row in rows.items():
+        if name == "exact":
+            assert row["bit_equal_fraction"] == 1.0 and row["route_mismatch"] in (None, 0.0)
+        else:  # with other pixels Qwen2.5-VL's is 0.25
+            assert 0 < row["logp_abs_diff_mean"] < MISMATCH.get(row["precision"], MISMATCH["dense"])
+    assert ("exact" in rows) is (family != "glm4v") and len(rows) == {"qwen2_5_vl": 4, "glm4v": 2}.get(family, 1)
 
 
 def test_a_granularity_belongs_to_the_fp8_rollout() -> None:

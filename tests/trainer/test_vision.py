@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import jetrl_patch
+from jetrl_patch.cli.parity import cli
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import JetrlError, ModelError
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.linear import Fp8Linear
+from jetrl_patch.measure import pictures
 from jetrl_patch.measure.parity import check_model
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.layers import is_quantized
@@ -160,11 +162,40 @@ def test_experts_of_a_language_model_are_still_found(tmp_path: Path) -> None:
         convert(SimpleNamespace(config=config), LINEAR, {}, rollout_tp=1, device_type="cpu")
 
 
-def test_parity_compares_text_models(tmp_path: Path) -> None:
+def test_parity_needs_what_processes_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(*names: str) -> None:
+        monkeypatch.setattr("jetrl_patch.measure.pictures.is_installed", lambda name: name in names)
+
+    path, file = str(tmp_path), tmp_path / "config.json"
     vision_models.config_of("qwen3_vl").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match=r"required a text model.*found model_type='qwen3_vl'"):
-        check_model(str(tmp_path), [LINEAR])
+    installed("PIL", "torchvision")
+    with pytest.raises(ModelError, match=r"required the model's image processor \(preprocessor_config\.json\), found no such"):
+        check_model(path, [LINEAR])
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert check_model(path, [LINEAR, Config()]) is True
+    with pytest.raises(ModelError, match=r"--tp 3.*4 attention and 2 key/value heads"):
+        check_model(path, [LINEAR], tp=3)
+    with pytest.raises(ModelError, match=r"--explain compares trainers of a text model.*has a vision tower"):
+        cli.main(["--model", path, "--explain"])
+    vision_models.config_of("glm4v").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="found model_type='glm4v'"):
+        cli.main(["--model", path, "--align", "exact"])
+    installed("PIL")
+    with pytest.raises(JetrlError, match=r"required pillow and torchvision, found no torchvision\. Install them"):
+        check_model(path, [LINEAR])
+    file.write_text('{"model_type": "llava", "vision_config": {}}')
+    with pytest.raises(ModelError, match=r"required a text model, or one of qwen2_5_vl, .*found model_type='llava'"):
+        check_model(path, [LINEAR])
+
+
+def test_pictures_are_before_and_in_a_prompt() -> None:
+    first, second = both = [pictures.Picture(None, torch.empty(0), torch.empty(0), 4) for _ in range(2)]
+    found, shown = pictures.place_pictures([[1, 2, 3]] * 4, both, [7, 8, 9])
+    assert found == [[1, 2, 3], [7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 7, 8, 9, 2, 3], [1, 2, 3]]
+    assert [[*map(id, seen)] for seen in shown] == [[], [id(second)], [id(first), id(second)], []]
+    image, other = pictures.noise(1, 64, 96), pictures.noise(2, 64, 96)
+    assert image.size == (96, 64) and image.tobytes() == pictures.noise(1, 64, 96).tobytes() != other.tobytes()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -9,7 +9,8 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -20,9 +21,12 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import AuditError, JetrlError, SyncError
-from jetrl_patch.adapters.vllm.sample import build_engine
+from jetrl_patch.adapters.transformers.parity import log_probs
+from jetrl_patch.adapters.vllm.sample import build_engine, generate, make_pictures
 from jetrl_patch.adapters.vllm.shards import hf_name
-from jetrl_patch.measure.parity import Job
+from jetrl_patch.exact import ops
+from jetrl_patch.measure.parity import Job, Sample
+from jetrl_patch.measure.pictures import Picture
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.structure import has_delta_nets
 from jetrl_patch.sync.send import SyncStats
@@ -39,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def engine(path: str, tp: int = 1, **given: Any) -> Any:
-    given |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}, "mm_processor_cache_gb": 0}
+    given |= {"mm_processor_cache_gb": 0}
     return build_engine(Job(model=path, config=jetrl_patch.status().config, batch=32, tp=tp, engine=tuple(given.items())), 256)
 
 
@@ -81,27 +85,13 @@ def answers(llm: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def mismatch(llm: Any, model: Any, path: str, shown: Any) -> float:
-    """Mean difference of log-probs between the engine, which saw ``picture(0)``, and the trainer's model, given ``shown``."""
-    from transformers import AutoProcessor
-    from vllm import SamplingParams
-
-    prompt = f"{image_of(llm)}what?"
-    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=0, seed=1)
-    image = {"prompt": prompt, "multi_modal_data": {"image": vision_models.picture(0)}}
-    (output,) = llm.generate([image], params, use_tqdm=False)
-    response = list(output.outputs[0].token_ids)
-    theirs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response, strict=True)]
-    given = AutoProcessor.from_pretrained(path)(text=[prompt], images=[shown], return_tensors="pt")
-    assert given["input_ids"][0].tolist() == output.prompt_token_ids
-    length = len(output.prompt_token_ids)
-    ids = torch.tensor([[*output.prompt_token_ids, *response]])
-    kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(response)))
-    seen = {"pixel_values": given["pixel_values"].to(torch.bfloat16), "image_grid_thw": given["image_grid_thw"]}
+def mismatch(llm: Any, model: Any, pictures: list[Picture]) -> list[float]:
+    """Mean difference of log-probs between the engine, which saw the first picture, and the trainer's model, given each."""
+    prompt = llm.get_tokenizer().encode(f"{image_of(llm)}what?")
+    (sample,) = generate(llm, [prompt], 24, 1.0, [pictures[:1]])
     with torch.no_grad():
-        logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **seen).logits[0, length - 1 : -1]
-    ours = logits.float().log_softmax(-1).gather(1, ids[0, length:, None])[:, 0]
-    return float((ours - torch.tensor(theirs)).abs().mean())
+        ours = [log_probs(model, [replace(sample, pictures=[picture])], 1.0) for picture in pictures]
+    return [float((found - torch.tensor(sample.log_probs)).abs().mean()) for found in ours]
 
 
 def parameters(llm: Any) -> dict[str, torch.Tensor]:
@@ -134,7 +124,7 @@ def sync(first: str, second: str, mode: str) -> None:
     found, expected = answers(llm), answers(fresh)
     assert found == expected, (found, expected)
     assert all(a != b for a, b in zip(found, before, strict=True)), (before, found)
-    same, other = (mismatch(llm, model, second, vision_models.picture(seed)) for seed in (0, 5))
+    same, other = mismatch(llm, model, [make_pictures(second)[number] for number in (0, 9)])  # of one size
     print("mismatch", mode, same, "with another image", other)
     # FP8 in a model of random weights: pixels times 1.004 move its log-probs as far; each side chooses experts by itself
     assert same < MISMATCH[MODES[mode]["precision"] if source.experts else "dense"]
@@ -168,58 +158,42 @@ def broken(first: str, second: str, mode: str) -> None:
     answers(llm)
 
 
-def requests(llm: Any, count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts with no, one or two images of several sizes, some of which occur in several prompts."""
-    image, asked = image_of(llm), []
-    for number in range(seed, seed + count):
-        pictures = [vision_models.picture(place % 11, 64 + 32 * (place % 3)) for place in range(number, number + number % 3)]
-        prompt = f"{number % 5}?" + "".join(f"{image} and {place}" for place in range(len(pictures))) + "=" * (number % 7 + 1)
-        asked.append({"prompt": prompt, **({"multi_modal_data": {"image": pictures}} if pictures else {})})
-    return asked
-
-
-def score(model: Any, path: str, asked: list[dict[str, Any]], outputs: list[Any], temperature: float) -> list[list[float]]:
+def score(model: Any, samples: Sequence[Sample], temperature: float) -> list[list[float]]:
     """The trainer's log-probs of the responses, packed into rows of five sequences with position ids of four rows."""
-    from transformers import AutoProcessor
-
-    from jetrl_patch.exact import ops
-
-    processor, found = AutoProcessor.from_pretrained(path), []
-    for start in range(0, len(asked), 5):
-        rows, positions, seen, places = [], [], [], []
-        for request, output in zip(asked[start : start + 5], outputs[start : start + 5], strict=True):
-            pictures = request.get("multi_modal_data", {}).get("image")
-            given = processor(text=[request["prompt"]], images=pictures, return_tensors="pt")
-            assert given["input_ids"][0].tolist() == output.prompt_token_ids
-            response = torch.tensor(output.outputs[0].token_ids)
-            ids = torch.cat((given["input_ids"][0], response))
+    found: list[list[float]] = []
+    for start in range(0, len(samples), 5):
+        rows, positions, places = [], [], []
+        packed = samples[start : start + 5]
+        for s in packed:
+            ids = torch.tensor([*s.prompt, *s.response[:-1]])
             angles = torch.arange(len(ids)).expand(3, -1)
-            if pictures:
-                kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(response)))
-                angles = model.model.get_rope_index(ids[None], kinds, image_grid_thw=given["image_grid_thw"])[0][:, 0]
-                seen.append((given["pixel_values"], given["image_grid_thw"]))
-            first = sum(map(len, rows)) + len(ids) - len(response)
-            places.append(range(first - 1, first - 1 + len(response)))
+            if s.pictures:
+                kinds, grids = (ids == model.config.image_token_id).int()[None], torch.cat([p.grid for p in s.pictures])
+                angles = model.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)[0][:, 0]
+            first = sum(map(len, rows)) + len(s.prompt) - 1
+            places.append(range(first, first + len(s.response)))
             rows.append(ids)
             positions.append(torch.cat((torch.arange(len(ids))[None], angles)))
-        ids = torch.cat(rows)[None]
-        images = {key: torch.cat(parts) for key, parts in zip(("pixel_values", "image_grid_thw"), zip(*seen, strict=False))}
+        pictures = [picture for s in packed for picture in s.pictures]
+        images = {"pixel_values": [p.pixels for p in pictures], "image_grid_thw": [p.grid for p in pictures]} if pictures else {}
         with torch.no_grad():
-            logits = model(input_ids=ids, position_ids=torch.cat(positions, 1)[:, None], use_cache=False, **images).logits[0]
-        log_probs = ops.token_log_probs(logits[:-1], ids[0, 1:], temperature)
-        found += [[float(log_probs[place]) for place in part] for part in places]
+            logits = model(
+                input_ids=torch.cat(rows)[None],
+                position_ids=torch.cat(positions, 1)[:, None],
+                use_cache=False,
+                **{key: torch.cat(parts) for key, parts in images.items()},
+            ).logits[0]
+        for s, place in zip(packed, places, strict=True):
+            found.append(ops.token_log_probs(logits[place], torch.tensor(s.response), temperature).tolist())
     return found
 
 
 def exact(first: str, second: str, caching: str, chunks: str, ranks: str = "1") -> None:
     """Trainer and rollout agree in every bit: with images and without, in any batch, before and (one rank) after a sync."""
-    from vllm import SamplingParams
-
     jetrl_patch.enable(precision="fp8-unified")
     split = {"enable_prefix_caching": caching == "cached", "max_num_batched_tokens": 48 if chunks == "chunked" else 4096}
     tp = int(ranks)
     llm = engine(first, tp, **split)
-    params = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, logprobs=0)
     for path in (first, second)[: 1 if tp > 1 else 2]:
         model, source = trainer(path, tp)
         if path == second:
@@ -228,20 +202,12 @@ def exact(first: str, second: str, caching: str, chunks: str, ranks: str = "1") 
             llm.reset_prefix_cache()
             llm.llm_engine.reset_encoder_cache()
         for size in (1, 7, 32):
-            asked = requests(llm, size, 2 * size)
-            outputs = llm.generate(asked, params, use_tqdm=False)
-            # a placeholder in a response would need an image of its own
-            kept = [not {*one.outputs[0].token_ids} & {vision_models.FIRST + 2, vision_models.FIRST + 3} for one in outputs]
-            asked, outputs = ([*itertools.compress(given, kept)] for given in (asked, outputs))
-            assert len(outputs) > size / 2
-            theirs = [
-                [entry[token].logprob for entry, token in zip(one.outputs[0].logprobs, one.outputs[0].token_ids, strict=True)]
-                for one in outputs
-            ]
-            ours = score(model, path, asked, outputs, 0.8)
+            asked, shown = vision_models.prompts(llm, size)
+            samples = generate(llm, asked, 12, 0.8, shown)
+            ours, theirs = score(model, samples, 0.8), [s.log_probs for s in samples]
             wrong = [number for number, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
             assert not wrong, (path, size, wrong, ours[wrong[0]], theirs[wrong[0]])
-            assert size == 1 or torch.tensor(theirs).std() > 0.3  # flat logits would prove nothing
+            assert size == 1 or torch.tensor([*itertools.chain(*theirs)]).std() > 0.3  # flat logits would prove nothing
             print("equal", caching, chunks, size, sum(map(len, ours)))
 
 

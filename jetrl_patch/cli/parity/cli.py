@@ -67,7 +67,9 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         configs = choose(options.precision, aligns, granularity, exclude=exclude, **common)
     for target in filter(None, (options.json, options.picture)):
         check_target(Path(target), folder=False)  # measuring takes minutes
-    check_model(options.model, [] if options.explain else configs, options.tp)
+    images = check_model(options.model, [] if options.explain else configs, options.tp)
+    if images and options.explain:
+        raise ModelError(f"--explain compares trainers of a text model, and {options.model} has a vision tower. Run without it.")
     if options.explain:
         try:
             check_model(options.model, configs, options.tp)
@@ -81,7 +83,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     if split and any(needed_ep(job.model, job.config, job.tp) > 1 for job in jobs if not job.stock):
         print(f"{_EP}: tensor parallel size {options.tp} would cut a block of the experts, which now stay whole")
         jobs = [replace(job, engine=(*job.engine, (_EP, True))) for job in jobs]
-    for job in jobs if options.tp > 1 else ():
+    for job in jobs if options.tp > 1 or images else ():
         if not job.stock:
             check_checkpoint(job.model, job.config, job.tp, job.ep)
     return jobs
