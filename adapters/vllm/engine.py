@@ -283,7 +283,6 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> Non
             vllm_config.use_v2_model_runner and bool(vllm_config.compilation_config.cudagraph_mode)
         ),
         **(_mm_problems(vllm_config) if family.tower else {}),
-        "the V2 model runner with a vision tower": bool(family.tower) and vllm_config.use_v2_model_runner,
         "FlashInfer's sampler, whose log-probs vary with the batch (set VLLM_USE_FLASHINFER_SAMPLER=0)": (
             not _on_cpu() and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") != "0"
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +19,12 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 import jetrl_patch
+from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.exact.logprob import token_log_probs
 from jetrl_patch.measure.parity import Job, Sample
 
-from .test_exact import apart, assert_equal, prompts_of, scored_apart, split_prompts
+from .. import vision_models
+from .test_exact import apart, assert_equal, of_one_prefix, prompts_of, scored_apart, split_prompts
 from .test_weights import push, stream, worker_of
 
 assert triton.knobs.runtime.interpret and "vllm.triton_utils" not in sys.modules
@@ -31,6 +34,10 @@ sys.modules[decides.__name__] = decides
 libdevice.log1p = lambda x: tl.log(1 + x)  # the interpreter has none; only the sampler's noise needs it
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +58,6 @@ def on_v2_runner(llm: Any) -> Any:
 
 
 def sampled(llm: Any, temperature: float, batches: Any = ((1, 2), (7, 1), (32, 1)), length: int = 14) -> list[Sample]:
-    from jetrl_patch.adapters.vllm.sample import generate
-
     start, samples = prompts_of(1, (40, 40))[0], []
     for size, times in batches:
         for turn in range(times):
@@ -63,7 +68,7 @@ def sampled(llm: Any, temperature: float, batches: Any = ((1, 2), (7, 1), (32, 1
 
 @pytest.mark.parametrize(
     ("cached", "chunked"),
-    [(False, False), (True, True), *(pytest.param(cached, not cached, marks=pytest.mark.slow) for cached in (False, True))],
+    [(False, False), (True, True), slow(False, True), slow(True, False)],
 )
 def test_every_log_prob_is_the_trainers(checkpoint: Any, engine: Any, cached: bool, chunked: bool) -> None:
     """In four engines 4,592 tokens, in batches of 1, 7 and 32 whose prompts have a beginning in common."""
@@ -149,3 +154,33 @@ def test_the_formulas_are_v1s_and_the_trainers(vocabulary: int, dtype: torch.dty
         found = logprob.compute_token_logprobs(processed, tokens)
         assert torch.equal(found, Sampler.compute_logprobs(processed.float()).gather(1, tokens))
         assert torch.equal(found[:, 0], token_log_probs(logits, tokens[:, 0], divisor))
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3-plain", slow("deepseek_v3")])
+def test_latent_attention(checkpoint: Any, engine: Any, variant: str) -> None:
+    exact()
+    job = split_prompts(checkpoint(variant), cached=True, chunked=True)
+    assert_equal(job, sampled(on_v2_runner(engine(job)), 1.0), tokens=574)
+
+
+@pytest.mark.parametrize(("cached", "chunked"), [slow(False, False), (True, True)])
+def test_gated_delta_nets(checkpoint: Any, engine: Any, cached: bool, chunked: bool) -> None:
+    """Prompts share 400 tokens, more than two blocks of states."""
+    most = {"max_num_batched_tokens": 200 if chunked else 4096, "max_num_seqs": 8}
+    settings = {"enable_prefix_caching": cached, "enable_chunked_prefill": chunked, **most}
+    job = Job(model=checkpoint("qwen3_next"), config=exact(), engine=tuple(settings.items()))
+    samples, held = of_one_prefix(on_v2_runner(engine(job, 512)), shared=400)
+    assert (held >= 100) is cached
+    assert_equal(job, samples, tokens=96)
+
+
+@vision_models.needs_images
+@pytest.mark.parametrize("family", ["qwen2_5_vl", slow("qwen3_vl"), slow("qwen3_vl_moe")])
+def test_images(tmp_path: Path, engine: Any, family: str) -> None:
+    exact()
+    job = split_prompts(vision_models.save(tmp_path / "m", family), cached=True, chunked=True)
+    llm, samples = on_v2_runner(engine(job, 256)), []
+    for size in (1, 7, 32):
+        prompts, pictures = vision_models.prompts(llm, size)
+        samples += generate(llm, prompts, 14, 1.0, pictures)
+    assert_equal(job, samples, tokens=450)

@@ -328,10 +328,10 @@ def test_flashinfers_sampler_is_refused_where_it_is_asked_for(monkeypatch: pytes
         ADAPTER.install()
         assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == asked
         if asked == "0":
-            engine._check_exact(config, config_of("qwen3"))
+            engine._check_exact(config, config_of("qwen3"), Config())
         else:
             with pytest.raises(ModelError, match=r"FlashInfer's sampler.*VLLM_USE_FLASHINFER_SAMPLER=0"):
-                engine._check_exact(config, config_of("qwen3"))
+                engine._check_exact(config, config_of("qwen3"), Config())
         jetrl_patch.disable()
 
 

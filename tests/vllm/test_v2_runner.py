@@ -17,6 +17,7 @@ from jetrl_patch import Config
 from jetrl_patch.adapters.vllm import engine, graphs
 from jetrl_patch.errors import ConflictError, ModelError
 
+from .. import vision_models
 from ..models import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ def test_what_has_not_been_proven_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             parallel_config=SimpleNamespace(**parallel),
             watermark_config=watermark,
         )
-        engine._check_exact(settings, config_of("qwen3"))
+        engine._check_exact(settings, config_of("qwen3"), Config())
 
     check(v2=False, mode=CUDAGraphMode.FULL_DECODE_ONLY)
     check(v2=True, enable_batch_sharded_sampling=False)
@@ -71,7 +72,7 @@ def test_what_has_not_been_proven_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(which: str) -> None:
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, **vision_models.environ(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, "tests/vllm/interpreted_v2.py"]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
