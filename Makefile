@@ -164,12 +164,12 @@ PIN ?= openrlhf newest
 PINNED_verl      := tests/verl/test_e2e.py
 PINNED_verl-next := tests/verl/test_e2e.py
 PINNED_openrlhf  := tests/openrlhf/test_e2e.py
-PINNED_newest    := tests/openrlhf/test_e2e.py
+PINNED_newest    := tests/openrlhf/test_e2e.py tests/vllm/test_vision.py
 # verl 0.9.0 needs flash-attn, which has no CPU build
 PINNED_oldest    := tests/openrlhf/test_e2e.py
 test-pins: $(PIN:%=test-pins-%)
 
-test-pins-%: build/pins/%/.done $(SELF)
+test-pins-%: build/pins/%/.done $(SELF) $(VENV)/vision
 	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m "pins and not slow" tests/vllm/test_exact.py tests/vllm/test_experts.py \
 	  tests/transformers tests/test_families.py $(PINNED_$*) $(ARGS)
 

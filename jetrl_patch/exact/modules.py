@@ -60,7 +60,7 @@ class ExactRotary:
         """Positions ``[..., T]`` -> cos and sin ``[..., T, D]``.
 
         Vision-language models have positions [3, B, T]: time, height and width. Each element of a head follows one of them. The
-        rotary module of some families selects it, the attention of the others.
+        rotary module of some families selects it, the attention of the others; since transformers 5.19 all rotary modules do.
         """
         tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up: the table rarely grows
         cos, sin = self._table(max(tokens, longest_context(self.config)), x.device)
@@ -68,6 +68,9 @@ class ExactRotary:
             cos, sin = cos[position_ids], sin[position_ids]
         except IndexError:
             cos, sin = (table[position_ids] for table in self._table(int(position_ids.max()) + 1, x.device))
+        recompose = getattr(self, "recomposition_frequencies", None)
+        if recompose is not None:
+            return recompose(cos), recompose(sin)
         select = getattr(self, "apply_interleaved_mrope", None)
         if select is not None:
             cos, sin = (select(t, self.mrope_section) for t in (cos, sin))  # type: ignore[attr-defined]

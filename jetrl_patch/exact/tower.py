@@ -140,17 +140,31 @@ class ExactAngles:
     Frequencies are computed on the CPU: powers on a GPU differ in the last bits.
     """
 
-    dim: int
-    theta: float
     inv_freq: Tensor
 
     @torch.no_grad()
-    def forward(self, position_ids: Tensor | int) -> Tensor:
-        """Rows and columns [T, 2] -> Hugging Face's FP32 products as FP64 [T, D/2]. In old releases a number of positions."""
-        frequencies = 1.0 / (self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float, device="cpu") / self.dim))
+    def forward(self, *given: Any) -> Any:
+        """Rows and columns [T, 2] -> Hugging Face's FP32 products as FP64 [T, D/2]. In old releases a number of positions.
+
+        Since transformers 5.19 hidden states come first, and cosines and sines [T, D] are returned.
+        """
+        position_ids = given[-1]
         if not isinstance(position_ids, Tensor):
             position_ids = torch.arange(position_ids, device=self.inv_freq.device)
-        return (position_ids.unsqueeze(-1) * frequencies.to(position_ids.device)).flatten(1).double()
+        angles = (position_ids.unsqueeze(-1) * _frequencies(self).to(position_ids.device)).flatten(1).double()
+        if len(given) == 1:
+            return angles
+        whole = torch.cat((angles, angles), -1)
+        return whole.cos(), whole.sin()
+
+
+def _frequencies(rotary: Any) -> Tensor:
+    """FP32 [D/4] of a rotary module of a tower, as its class computes them on a CPU."""
+    with torch.device("cpu"):
+        if hasattr(rotary, "compute_axial_rope_parameters"):
+            found: Tensor = rotary.compute_axial_rope_parameters(rotary.config)[0]
+            return found
+        return 1.0 / (rotary.theta ** (torch.arange(0, rotary.dim, 2, dtype=torch.float) / rotary.dim))
 
 
 class ExactVisionAttention:
@@ -218,7 +232,7 @@ def _is_unknown(module: Any) -> bool:
     if known is modules.ExactMLP:
         return "silu" not in type(module.act_fn).__name__.lower()
     if known is ExactAngles:
-        return not hasattr(module, "theta")  # since transformers 5.19 it computes cosines itself
+        return not hasattr(module, "theta") and getattr(module, "rope_type", None) != "axial"
     own = getattr(module, "act_fn", None)
     if own is not None and _counterpart(own) is None:
         return True

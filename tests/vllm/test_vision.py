@@ -73,7 +73,7 @@ def test_exact_mode_is_refused_by_name(checkpoints: Callable[[str, int], str]) -
 @pytest.mark.parametrize(
     ("family", "given"),
     [
-        ("qwen2_5_vl", ("cached", "chunked")),
+        pytest.param("qwen2_5_vl", ("cached", "chunked"), marks=pytest.mark.pins),
         pytest.param("qwen2_5_vl", ("uncached", "whole"), marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", ("uncached", "chunked", "2"), marks=pytest.mark.slow),
         pytest.param("qwen3_vl", ("cached", "chunked"), marks=pytest.mark.slow),
