@@ -14,13 +14,22 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.cuda_wheels.cases import CASES, REFUSED, STOCK, V2_RUNNER, Case
+from tests.cuda_wheels.cases import CASES, OTHERS, REFUSED, STOCK, V2_RUNNER, Case
 from tests.cuda_wheels.h100_double import stand_in
 from tests.models import config_of
 
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-_SIZES = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": 256}}  # two ranks share blocks of 128
+_ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}  # fmt: skip
+_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {"moe_intermediate_size": 256},  # two ranks share blocks of 128
+    "qwen3_next": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "deepseek_v3": {"qk_nope_head_dim": 128, "v_head_dim": 128, "num_nextn_predict_layers": 0},
+}
 _BLOCKS = 3
 
 
@@ -43,26 +52,54 @@ def resolve(case: Case, model: str) -> dict[str, Any]:
         "worker": engine.parallel_config.worker_cls,
         "flashinfer": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER"),
     }
-    return found | (layers(engine) if engine.parallel_config.world_size == 1 else {})
+    describe = kinds if case in OTHERS.values() else layers
+    return found | (describe(engine) if engine.parallel_config.world_size == 1 else {})
+
+
+def built(engine: Any) -> Any:
+    """Build the model as a worker does, within vLLM's configuration."""
+    import torch
+    from vllm.distributed import initialize_model_parallel
+    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    destroy_model_parallel()
+    initialize_model_parallel(1, 1)
+    meta, any_stream = torch.device("meta"), mock.patch.multiple(torch.cuda, Stream=mock.MagicMock(), Event=mock.MagicMock())
+    here = mock.patch.object(type(current_platform), "current_device", create=True, return_value=meta)  # a delta net's norm asks
+    with set_default_torch_dtype(engine.model_config.dtype), meta, any_stream, here:
+        return initialize_model(engine)
+
+
+def kinds(engine: Any) -> dict[str, Any]:
+    """The layers with a cache: class, implementation and backend. And the modules that would use a kernel of vLLM's own."""
+    from vllm.config import set_current_vllm_config
+
+    from jetrl_patch.adapters.vllm.worker import _OWN_KERNELS
+
+    with set_current_vllm_config(engine):
+        model = built(engine)
+    cached = [layer for layer in engine.compilation_config.static_forward_context.values() if hasattr(layer, "get_attn_backend")]
+    names = [
+        f"{type(layer).__name__} {type(getattr(layer, 'impl', None)).__name__} {layer.get_attn_backend().get_name()} "
+        f"{layer.get_attn_backend().get_builder_cls().__name__}"
+        for layer in cached
+    ]
+    own = Counter(name for module in model.modules() for name in _OWN_KERNELS if getattr(module, name, False))
+    return {"layers": dict(Counter(names)), "own kernels": dict(own)}
 
 
 def layers(engine: Any) -> dict[str, Any]:
-    """Build the model as a worker does, and describe the methods of its layers, its attention and its KV cache."""
+    """Build the model, and describe the methods of its layers, its attention and its KV cache."""
     import torch
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import initialize_model_parallel
-    from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     with set_current_vllm_config(engine):
-        destroy_model_parallel()
-        initialize_model_parallel(1, 1)
-        with set_default_torch_dtype(engine.model_config.dtype), torch.device("meta"):
-            model = initialize_model(engine)
-        modules = list(model.modules())
+        modules = list(built(engine).modules())
         attention = next(module for module in modules if isinstance(module, Attention))
         spec = next(iter(get_kv_cache_spec(engine).values()))
         cache = torch.zeros(cache_shape(attention, spec, engine), dtype=torch.uint8).view(spec.dtype)
@@ -137,7 +174,7 @@ def main(folder: Path, out: Path) -> None:
         mixture = replace(STOCK, model="qwen3_moe")
         others = {"stock": STOCK, "mixture, stock": mixture, "the V2 runner": V2_RUNNER}
         refused = {name: case for name, (case, *_) in REFUSED.items()}
-        for name, case in (others | CASES | refused).items():
+        for name, case in (others | CASES | OTHERS | refused).items():
             found[name] = run(case, f"{root}/{case.model}")
     out.write_text(json.dumps(found, indent=1))
 

@@ -20,7 +20,7 @@ from jetrl_patch.config.modes import MODES
 from scripts.anchors.cuda_python import VERSIONS, unpacked
 from scripts.anchors.patches import ROOT
 
-from .cases import CASES, REFUSED, Case
+from .cases import CASES, OTHERS, REFUSED, Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("version", VERSIONS)]
 
@@ -138,6 +138,21 @@ def test_attention_and_its_cache(version: str, name: str) -> None:
         assert found["pages"] == (views + [[3, PAGE, HEADS]] * 2 if fp8 else views)
     else:
         assert (found["attention"], found["implementation"]) == (alone["attention"], alone["implementation"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_attention_in_exact_mode(version: str, name: str) -> None:
+    """Of three blocks two have a delta net, or all have latent attention. A worker turns vLLM's own kernels off."""
+    found, attention = resolved(version)[name], "Attention ExactCudaAttentionImpl CUSTOM ExactCudaAttentionBuilder"
+    assert "error" not in found, found
+    latent = OTHERS[name].model == "deepseek_v3"
+    assert found["layers"] == (
+        {"MLAAttention ExactCudaLatentImpl TRITON_MLA ExactLatentBuilder": BLOCKS}
+        if latent
+        else {"ExactDeltaNet NoneType GDN_ATTN ExactDeltaNetBuilder": 2, attention: 1}
+    )
+    assert found["own kernels"] == ({} if latent else {"use_fused_qk_norm_rope_gate": 1})
+    assert (found["eager"], found["graphs"]) == ((False, "FULL_DECODE_ONLY") if latent else (True, "NONE"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
