@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from jetrl_patch.adapters.verl.preset import config_of as asked_for
 from jetrl_patch.adapters.verl.rollout import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.settings import TRAINERS as programs
 from jetrl_patch.adapters.verl.settings import chosen, complete, problems, program_problem
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, selector
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, data_files, selector
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
@@ -40,7 +41,7 @@ def needs(verl_config: Any) -> Needs:
         cluster=_place(select, f"{_RAY}.address"),
         models=tuple(_models(select)),
         tokenizer=_place(select, f"{MODEL}.tokenizer_path" if select(f"{MODEL}.tokenizer_path") else f"{MODEL}.path"),
-        data=tuple(_data(select)),
+        data=tuple(itertools.starmap(Place, data_files(select))),
         files=tuple(_place(select, setting) for setting in code if select(setting)),
         own_data=bool(select("data.custom_cls.path")),
         interpreter=_place(select, f"{_RAY}.runtime_env.py_executable"),
@@ -100,15 +101,6 @@ def _models(select: Select) -> Iterator[Place]:
         yield _place(select, "critic.model.path")
     if select(f"{_REWARD}.enable"):
         yield _place(select, f"{_REWARD}.model_path")
-
-
-def _data(select: Select) -> Iterator[Place]:
-    from omegaconf import ListConfig
-
-    for setting in ("data.train_files", "data.val_files"):
-        value = select(setting)
-        for path in value if isinstance(value, ListConfig) else [value]:
-            yield Place(setting, str(path or ""))
 
 
 def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:

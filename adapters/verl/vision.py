@@ -7,10 +7,11 @@ import copy
 import importlib
 from collections.abc import Iterator
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl import logprob, ulysses
-from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, named
+from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, data_files, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, is_vision_language
 from jetrl_patch.patching.patch import NO_REPORT, replacement
@@ -52,6 +53,7 @@ def accepts(original: Any, fn: Any, name: str) -> bool:
 
 #: false in the one-step-off and the fully asynchronous program; free in V1's separate_async
 _HYBRID = "actor_rollout_ref.hybrid_engine"
+_LINEAR = "use align='linear', or data without videos"
 
 
 def problems(select: Select, hf_config: Any, exact: bool) -> Iterator[JetrlError]:
@@ -63,6 +65,25 @@ def problems(select: Select, hf_config: Any, exact: bool) -> Iterator[JetrlError
         required = "True for a vision-language model (the one-step-off and the fully asynchronous program are untested with one)"
         fix = "set it to true and start verl.trainer.main_ppo"
         yield ConfigError(explain(named(_HYBRID), required=required, found="False", fix=fix))
+    if exact and is_vision_language(hf_config):
+        for setting, path in data_files(select):
+            if _has_values(Path(path).expanduser(), key := str(select("data.video_key"))):
+                required, found = "images and text in exact mode (videos have not been tried)", f"videos in its column {key!r}"
+                yield ConfigError(explain(f"{setting}={path}", required=required, found=found, fix=_LINEAR))
+
+
+def _has_values(file: Path, column: str) -> bool:
+    """Whether the metadata of a local Parquet file counts a value in a column, or inside its lists."""
+    if file.suffix != ".parquet" or not file.is_file():
+        return False
+    import pyarrow.parquet as parquet
+
+    metadata = parquet.read_metadata(file)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    own = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+    # an empty list counts as one value, which is null
+    return any(chunk.statistics and chunk.num_values > chunk.statistics.null_count for chunk in own)
 
 
 def check_worker(hf_config: Any, engine: Any, exact: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch.config import Config
@@ -43,6 +43,16 @@ def named(path: str) -> str:
 def model_folder(select: Select) -> Any:
     """Return the folder or hub name from which the model's configuration is read."""
     return select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
+
+
+def data_files(select: Select) -> Iterator[tuple[str, str]]:
+    """Yield the setting and the path of each file of samples."""
+    from omegaconf import ListConfig
+
+    for setting in ("data.train_files", "data.val_files"):
+        value = select(setting)
+        for path in value if isinstance(value, ListConfig) else [value]:
+            yield setting, str(path or "")
 
 
 def runs(strategy: str, select: Select, config: Config) -> bool:

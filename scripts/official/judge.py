@@ -117,8 +117,10 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
             verdicts = dict.fromkeys(modes(), own)
             return Judged(launch, framework, started.target, _kind(path, False), path, verdicts, keys, notes)
     if _ASCEND in PurePosixPath(launch.script).parts:
-        _set_device(settings, "npu")
+        _set(settings, "trainer.device", "npu")
         notes = (*notes, _ASCEND_NOTE)
+    if "video" in PurePosixPath(launch.script).name:
+        _set(settings, "data.train_files", _videos(place))
     path, _ = trainer.model_path(settings)
     name = models.known(path)
     if name:
@@ -208,17 +210,24 @@ _MODEL_KEYS = {"verl": "actor_rollout_ref.model.path", "openrlhf": "actor.model_
 
 def _set_model(framework: str, settings: Any, path: str) -> None:
     if framework == "verl":
-        from omegaconf import OmegaConf
-
-        OmegaConf.update(settings, _MODEL_KEYS[framework], path)
+        _set(settings, _MODEL_KEYS[framework], path)
         return
     settings.actor.model_name_or_path = path
 
 
-def _set_device(settings: Any, device: str) -> None:
+def _set(settings: Any, key: str, value: str) -> None:
     from omegaconf import OmegaConf
 
-    OmegaConf.update(settings, "trainer.device", device)
+    OmegaConf.update(settings, key, value)
+
+
+def _videos(place: Path) -> str:
+    """A file of samples, one with a video. The checks read no other part of a script's data."""
+    import pandas
+
+    file = place / "videos.parquet"
+    pandas.DataFrame([{"videos": [{"video": "film.mp4"}]}]).to_parquet(file)
+    return str(file)
 
 
 def _asynchronous(framework: str, target: str, settings: Any) -> bool:

@@ -91,8 +91,15 @@ _QWEN2_5_32B = _qwen2(5120, 27648, 64, 40, 8, 152064)
 _QWEN3_4B = _qwen3(2560, 9728, 36, 32, 8, tie_word_embeddings=True)
 _QWEN3_30B = _qwen3_moe(2048, 6144, 768, 48, 32)
 _QWEN3_235B = _qwen3_moe(4096, 12288, 1536, 94, 64)
-_QWEN3_5 = _other("VL", "qwen3_5", "Qwen3_5ForConditionalGeneration")
-_QWEN3_5_MOE = _other("VL", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
+_QWEN3_5_TEXT = {
+    "attn_output_gate": True,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_QWEN3_5 = _other("VL", "qwen3_5", "Qwen3_5ForConditionalGeneration", text_config=_QWEN3_5_TEXT)
+_QWEN3_5_MOE = _other("VL", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", text_config=_QWEN3_5_TEXT)
 _LLAMA_3_8B = _dense("llama", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0)
 
 #: the last part of a hub id -> record

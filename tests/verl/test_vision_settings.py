@@ -71,6 +71,19 @@ def test_what_is_not_handled_is_one_error(base, model, config, extra, says):
         raise problem
 
 
+@pytest.mark.parametrize("films", [[], [{"video": "a.mp4", "fps": 1}]])
+def test_exact_mode_refuses_data_with_videos(base, model, tmp_path, films):
+    import pandas
+
+    file = tmp_path / "train.parquet"
+    rows = [{"prompt": "1+2=", "videos": []}, {"prompt": "<video>what?", "videos": films}]
+    pandas.DataFrame(rows).to_parquet(file)
+    given = base(f"{M}.path={model}", f"data.train_files=[{file}]")
+    assert [str(problem) for problem in settings.problems(given, LINEAR)] == []
+    says = f"data.train_files={file}: required images and text in exact mode (videos have not been tried), found videos in"
+    assert [str(problem).startswith(says) for problem in settings.problems(given, EXACT)] == [True] * len(films)
+
+
 def test_megatron_names_its_families(base, model, monkeypatch):
     from jetrl_patch.adapters.verl import megatron
 
