@@ -80,6 +80,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+#: a head as wide as published ones, whose sections end in the middle of a third, and one weight for embedding and lm_head
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5-tied": (
+        "qwen3_5",
+        {
+            "head_dim": 256,
+            "num_key_value_heads": 1,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rope_parameters": {**_PARTIAL, "mrope_section": [11, 11, 10]},
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
 
 def media(family: str) -> dict[str, str]:
     """The tokens around and in place of images and films, numbered from ``FIRST``, and their keys in the configuration."""
@@ -104,7 +120,11 @@ def config_of(family: str, **text: Any) -> Any:
     own, vision = FAMILIES[family]
     ids = {key: FIRST + i for i, key in enumerate(media(family).values())}
     return AutoConfig.for_model(
-        family, text_config={**_TEXT, **own, **text}, vision_config={**_VISION, **vision}, tie_word_embeddings=False, **ids
+        family,
+        text_config={**_TEXT, **own, **text},
+        vision_config={**_VISION, **vision},
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        **ids,
     )
 
 

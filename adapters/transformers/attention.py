@@ -73,7 +73,7 @@ def keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs
     return attention_mask
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Which of the B * T positions hold tokens (None: all), and where each sequence begins.
 
     ``exceeded``: a bool [] on the device, whether there are more sequences than the framework's upper bound.
@@ -90,9 +90,9 @@ class _LastLayout:
     def __init__(self) -> None:
         self._of: list[weakref.ref[Tensor] | None] = []  # mask and positions
         self._shape = (0, 0)
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
 
-    def get(self, mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> _Layout:
+    def get(self, mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> Layout:
         given = (mask, positions)
         if self._layout is None or shape != self._shape or not all(map(_is_same, self._of, given)):
             self._of, self._shape = [None if t is None else weakref.ref(t) for t in given], shape
@@ -108,7 +108,7 @@ def _is_same(held: weakref.ref[Tensor] | None, tensor: Tensor | None) -> bool:
 batch_layout = _LastLayout().get
 
 
-def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> _Layout:
+def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> Layout:
     """Find the sequences of a padded or packed batch: the places of its tokens when flattened, and cu_seqlens int32 [R + 1].
 
     If an upper bound on the number of sequences is set (``exact.attention``), the host does not wait for the device.
@@ -125,7 +125,7 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
         begins[:, 1:] |= (positions[:, 1:] != positions[:, :-1] + 1).expand(B, T - 1)
     at_most = attention.bound(positions)
     if mask is None and at_most is not None and B == 1:
-        return _Layout(None, *attention.boundaries(begins[0], at_most))
+        return Layout(None, *attention.boundaries(begins[0], at_most))
     places = None
     if mask is not None:
         valid = mask.bool()
@@ -137,7 +137,7 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
             places = None
     starts = begins.flatten().nonzero().squeeze(1)
     total = torch.tensor([begins.numel()], device=device)
-    return _Layout(places, torch.cat((starts, total)).to(torch.int32))
+    return Layout(places, torch.cat((starts, total)).to(torch.int32))
 
 
 def exact_attention(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.attention import batch_layout
+from jetrl_patch.adapters.transformers.attention import Layout, batch_layout
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.delta_net import delta_net
@@ -41,6 +41,7 @@ def pass_positions(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
 class ExactDeltaNet:
     """A gated delta net whose sequences begin with empty states, wherever a packed row or padding puts them."""
 
+    layer_idx: int
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
@@ -57,13 +58,21 @@ class ExactDeltaNet:
         cache_params: Any = None,
         attention_mask: Tensor | None = None,
         jetrl_positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """``hidden_states`` [B, T, hidden] -> the same shape; padding gets zeros. Raises ModelError for a cache."""
-        if cache_params is not None:
+        """``hidden_states`` [B, T, hidden] -> the same shape; padding gets zeros. Raises ModelError for a cache with states.
+
+        An empty one stays empty: at the next token the model's attention refuses it. verl's forward of a block passes no
+        positions, but the boundaries of a packed row, ``cu_seqlens`` [R + 1].
+        """
+        if cache_params is not None and cache_params.has_previous_state(self.layer_idx):
             raise ModelError("align='exact' computes whole sequences, found a cache of states. Pass use_cache=False.")
         B, T, _ = hidden_states.shape
-        layout = batch_layout(attention_mask, jetrl_positions, (B, T))
+        if cu_seqlens is not None:
+            layout = Layout(None, cu_seqlens.to(torch.int32))
+        else:
+            layout = batch_layout(attention_mask, jetrl_positions, (B, T))
         x = hidden_states.flatten(0, 1)
         x = x if layout.places is None else x[layout.places]
         mixed, z, gates = self.project(x)

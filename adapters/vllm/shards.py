@@ -30,11 +30,12 @@ def hf_name(name: str, mapper: WeightsMapper | None) -> str:
             return family.from_stored(name)
     if mapper is None or name.startswith("model."):  # the same in both
         return name
+    whole = f"{name}."  # a prefix may be all of it
     for theirs, ours in dict(mapper.orig_to_new_prefix).items():
-        if ours is not None and name.startswith(ours):
-            found = theirs + name.removeprefix(ours)
-            if mapper.apply_list([found]) == [name]:
-                return found
+        if ours is not None and whole.startswith(ours):
+            found = theirs + whole.removeprefix(ours)
+            if mapper.apply_list([found]) == [whole]:
+                return found.removesuffix(".")
     return name
 
 

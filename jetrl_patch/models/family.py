@@ -165,7 +165,9 @@ class Family:
 
     @property
     def rotary(self) -> str:
-        return f"{self.prefix}{self.text}RotaryEmbedding"
+        """With delta nets and a tower, the only part of the language model whose name says so."""
+        text = "Text" if self.delta_net and self.tower else self.text
+        return f"{self.prefix}{text}RotaryEmbedding"
 
     @property
     def delta_rule(self) -> str:

@@ -59,6 +59,7 @@ def make_task(folder: Path, family: str) -> Path:
         ("qwen3_5", BF16, (FROZEN,), 2),
         ("qwen3_5", LINEAR, (FROZEN, *COLOCATED), 3),
         ("qwen3_5", ROLLOUT, (), 2),
+        ("qwen3_5", EXACT, (), 2),
         ("qwen3_vl", LINEAR, ("--train.async_enable",), 3),
         ("glm4v", LINEAR, (), 2),
     ],

@@ -39,7 +39,7 @@ def model(request):
 
 def sequences(model):
     g = torch.Generator().manual_seed(0)
-    return [torch.randint(2, model.config.vocab_size, (n,), generator=g) for n in LENGTHS]
+    return [torch.randint(2, model.config.get_text_config().vocab_size, (n,), generator=g) for n in LENGTHS]
 
 
 def padded(ids, side, extra=0):

@@ -23,6 +23,7 @@ from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 PACKED, PADDED = f"{M}.use_remove_padding=True", f"{M}.use_remove_padding=False"
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 SLICES = (f"{A}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", PACKED)
 
 
@@ -35,7 +36,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("delta")
-    for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    for family in FAMILIES:
         config = models.config_of(family) if family == "qwen3_next" else vision_models.config_of(family)
         config.save_pretrained(root / family)
     return {family.name: family for family in root.iterdir()}
@@ -50,14 +51,16 @@ def test_what_is_accepted(base: Any, folders: dict[str, Path], family: str, extr
     assert [str(problem) for problem in settings.problems(base(f"{M}.path={folders[family]}", *extra), config)] == []
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("extra", [PACKED, PADDED])
-def test_exact_mode_packs_rows(base: Any, folders: dict[str, Path], extra: str) -> None:
-    given = base(f"{M}.path={folders['qwen3_next']}", extra, "trainer.device=cpu")
+def test_exact_mode_packs_rows(base: Any, folders: dict[str, Path], family: str, extra: str) -> None:
+    given = base(f"{M}.path={folders[family]}", extra, "trainer.device=cpu")
     assert [str(problem) for problem in settings.problems(given, EXACT)] == []
 
 
-def test_exact_mode_on_a_gpu_has_no_formulas(base: Any, folders: dict[str, Path]) -> None:
-    given = base(f"{M}.path={folders['qwen3_next']}", PADDED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_mode_on_a_gpu_has_no_formulas(base: Any, folders: dict[str, Path], family: str) -> None:
+    given = base(f"{M}.path={folders[family]}", PADDED)
     assert [str(problem) for problem in settings.problems(given, EXACT)] == []
     (problem,) = settings.problems(given, dataclasses.replace(EXACT, backend="torch"))
     with pytest.raises(ConfigError, match=r"gated delta nets: required a GPU, .*found the torch ops\. Use align='linear'"):
@@ -120,6 +123,30 @@ def test_a_sequence_in_a_packed_row_begins_with_an_empty_state(monkeypatch: pyte
         assert off() > 1e-2  # fails once verl changes this check: then remove the patch
         monkeypatch.setattr(qwen3_5, "_call_accepts_kwarg", vision.accepts(qwen3_5._call_accepts_kwarg))
         assert off() < 1e-5
+
+
+@torch.no_grad()
+def test_an_exact_block_of_verls_gets_the_boundaries_of_a_packed_row() -> None:
+    from verl.models.transformers.qwen3_5 import qwen3_5_decoder_layer_forward
+
+    from jetrl_patch.adapters.transformers.prepare import prepare_model
+
+    session.enable(precision="fp8-unified")
+    model = vision_models.build("qwen3_5")
+    prepare_model(model, session.active_config())
+    language, lengths = model.model.language_model, (5, 70, 3)
+    block = language.layers[0]
+    rows = [torch.randn(1, length, 256, dtype=torch.bfloat16) for length in lengths]
+    places = [torch.arange(length)[None] for length in lengths]
+
+    def run(x: Any, positions: Any, **given: Any) -> Any:
+        angles = language.rotary_emb(x, positions.expand(3, -1, -1))
+        return qwen3_5_decoder_layer_forward(block, x, angles, position_ids=positions, **given)
+
+    alone = torch.cat([run(x, positions) for x, positions in zip(rows, places, strict=True)], 1)
+    whole, positions = torch.cat(rows, 1), torch.cat(places, 1)
+    assert torch.equal(run(whole, positions, cu_seqlens=torch.tensor([0, 5, 75, 78])), alone)
+    assert not torch.equal(run(whole, positions), alone)
 
 
 @pytest.mark.usefixtures("active")

@@ -113,6 +113,9 @@ def test_grpo_on_images_and_text(
         ("qwen2_5_vl", (V0,), {"processes": 2}),
         ("qwen3_vl", (V1, f"{M}.use_remove_padding=True"), {"strategy": "fsdp"}),
         ("qwen3_vl_moe", (V1, f"{M}.use_remove_padding=True"), {}),
+        ("qwen3_5", (V1, f"{M}.use_remove_padding=True"), {}),
+        ("qwen3_5", (V0,), {"strategy": "fsdp"}),
+        ("qwen3_5_moe", (V1, f"{M}.use_remove_padding=True"), {}),
     ],
 )
 def test_exact_mode_on_images_and_text(tmp_path: Path, family: str, extra: tuple[str, ...], options: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.digest import Pieces, add, digest
 from jetrl_patch.sync.send import SyncStats
 from jetrl_patch.trainer.source import Source, convert
-from tests import models
+from tests import models, vision_models
 from tests.fp8.thresholds import MISMATCH
 from tests.vllm.test_weights import in_engine, push, worker_of
 
@@ -188,9 +187,10 @@ def test_what_exact_mode_refuses_by_name() -> None:
     from jetrl_patch.errors import ModelError
     from jetrl_patch.exact.modules import check_family
 
-    assert check_family(models.config_of("qwen3_next")).delta_net
-    with pytest.raises(ModelError, match=r"found model_type='qwen3_5' \(its vision tower .*align=\"linear\""):
-        check_family(SimpleNamespace(model_type="qwen3_5"))
-    for key, value in (("attention_bias", True), ("attn_output_gate", False), ("output_gate_type", "sigmoid")):
-        with pytest.raises(ModelError, match=rf"does not cover this qwen3_next model: {key}={value!r}"):
-            check_family(models.config_of("qwen3_next", **{key: value}))
+    for made, family in ((models, "qwen3_next"), (vision_models, "qwen3_5"), (vision_models, "qwen3_5_moe")):
+        assert check_family(made.config_of(family)).delta_net
+        for key, value in (("attention_bias", True), ("attn_output_gate", False), ("output_gate_type", "sigmoid")):
+            with pytest.raises(ModelError, match=rf"does not cover this {family} model: {key}={value!r}"):
+                check_family(made.config_of(family, **{key: value}))
+    with pytest.raises(ModelError, match=r"norm_topk_prob=False \(expected True: the trainer always makes"):
+        check_family(vision_models.config_of("qwen3_5_moe", norm_topk_prob=False))

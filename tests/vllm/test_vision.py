@@ -21,12 +21,13 @@ FAMILIES = list(vision_models.FAMILIES)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
-    """``checkpoints(family, seed)``: path of a tiny checkpoint, written at the first call."""
+    """``checkpoints(name, seed)``: path of a tiny checkpoint of a family or variant, written at the first call."""
     root = tmp_path_factory.mktemp("vision")
 
-    def make(family: str, seed: int) -> str:
-        path = Path(root) / f"{family}-{seed}"
-        return str(path) if path.exists() else vision_models.save(path, family, seed)
+    def make(name: str, seed: int) -> str:
+        path = Path(root) / f"{name}-{seed}"
+        family, text = vision_models.VARIANTS.get(name, (name, {}))
+        return str(path) if path.exists() else vision_models.save(path, family, seed, **text)
 
     return make
 
@@ -73,16 +74,21 @@ def test_exact_mode_is_refused_by_name(checkpoints: Callable[[str, int], str]) -
 @pytest.mark.parametrize(
     ("family", "given"),
     [
-        pytest.param("qwen2_5_vl", ("cached", "chunked"), marks=pytest.mark.pins),
-        pytest.param("qwen2_5_vl", ("uncached", "whole"), marks=pytest.mark.slow),
-        pytest.param("qwen2_5_vl", ("uncached", "chunked", "2"), marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", ("cached", "chunked"), marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", ("cached", "whole", "2"), marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_moe", ("uncached", "whole"), marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", ("cached", "48"), marks=pytest.mark.pins),
+        pytest.param("qwen2_5_vl", ("uncached", "4096"), marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", ("uncached", "48", "2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ("cached", "48"), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ("cached", "4096", "2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", ("uncached", "4096"), marks=pytest.mark.slow),
+        ("qwen3_5", ("cached", "300")),  # vLLM caches states at the end of blocks of 256
+        pytest.param("qwen3_5-tied", ("uncached", "48"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", ("cached", "4096", "2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", ("uncached", "4096"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", ("cached", "300", "2"), marks=pytest.mark.slow),
     ],
 )
 def test_log_probs_have_the_same_bits(checkpoints: Callable[[str, int], str], family: str, given: tuple[str, ...]) -> None:
-    """With images and text, in batches of 1, 7 and 32, on one rank before and after a weight sync; on two ranks."""
+    """With images and text, in batches of 1, 7 and 32, in chunks of so many tokens; before and after a sync, or on two ranks."""
     run("exact", checkpoints(family, 0), checkpoints(family, 1), *given)
 
 
