@@ -27,6 +27,8 @@ from jetrl_patch.exact.dispatch import kernel_for, serving
 from jetrl_patch.native.ops import DeltaInputs, Pool
 
 Sizes = tuple[int, int, int, int]
+#: channels whose convolution's gradient is computed at a time, in FP32: torch keeps several times their memory
+CHANNELS = 1024
 
 
 def require_kernels(device_type: str, backend: str = "auto") -> None:
@@ -82,19 +84,20 @@ class _DeltaNet(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        *rounded, y_TC, starts = ctx.saved_tensors
-        _, a_TH, b_TH, _, A_H, bias_H = rounded
+        x_TC, a_TH, b_TH, w_CW, A_H, bias_H, y_TC, starts = ctx.saved_tensors
         KH, H, K, V = ctx.sizes
         inputs = _kernel("delta_inputs", y_TC)(y_TC, a_TH, b_TH, A_H, bias_H, ctx.sizes)
         of_inputs, dv = _kernel("delta_gradients", y_TC)(inputs, y_TC, starts, ctx.sizes, grad_outputs[0])
         with torch.enable_grad():
-            leaves = [t.float().requires_grad_() for t in rounded]
-            x, a, b, weight, A_log, dt_bias = leaves
-            z = convolution(x, weight, starts)
-            y = F.silu(z)
-            y = y + (y_TC.float() - y).detach()  # the derivative where the forward was
+            y, a, b, A_log, dt_bias = leaves = [t.float().requires_grad_() for t in (y_TC, a_TH, b_TH, A_H, bias_H)]
             outputs = (*logarithmic_inputs(y, a, b, A_log, dt_bias, ctx.sizes), y[:, 2 * KH * K :].unflatten(1, (H, V)))
-            found = torch.autograd.grad(outputs, leaves, (*of_inputs, dv))
+            dy, da, db, dA, dbias = torch.autograd.grad(outputs, leaves, (*of_inputs, dv))
+            parts = []
+            for part in (slice(c, c + CHANNELS) for c in range(0, x_TC.shape[1], CHANNELS)):
+                x, w = (t.float().requires_grad_() for t in (x_TC[:, part], w_CW[part]))
+                parts.append(torch.autograd.grad(F.silu(convolution(x, w, starts)), (x, w), dy[:, part]))
+        dx, dw = torch.cat([x for x, _ in parts], 1), torch.cat([w for _, w in parts])
+        found = (dx, da, db, dw, dA, dbias)
         return *(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)), None, None
 
 
