@@ -181,7 +181,7 @@ def attention_backward(
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     if T and sequences:
         hardware, heads = not triton.knobs.runtime.interpret, {"KH": kv_heads, "PER": H // kv_heads, "D": D}
-        delta, level = torch.empty(2, kv_heads, T * H // kv_heads, dtype=torch.float32, device=q.device)
+        delta, level = (torch.empty(kv_heads, T * H // kv_heads, dtype=torch.float32, device=q.device) for _ in range(2))
         row_sums_kernel[(-(-T * H // SUMMED),)](
             grad, out, lse, delta, level, T, **heads, SUMMED=SUMMED, HARDWARE=hardware, num_warps=WARPS, **PINNED
         )

@@ -255,7 +255,7 @@ def attention_backward(
     dq, dkeys = torch.empty_like(q), torch.empty_like(keys)
     if T and sequences:
         hardware = not triton.knobs.runtime.interpret
-        delta, level = torch.empty(2, 1, T * H, dtype=torch.float32, device=q.device)
+        delta, level = (torch.empty(1, T * H, dtype=torch.float32, device=q.device) for _ in range(2))
         row_sums_kernel[(-(-T * H // SUMMED),)](
             grad, out, lse, delta, level, T, KH=1, PER=H, D=latent, SUMMED=SUMMED, HARDWARE=hardware, num_warps=SUM_WARPS,
             **PINNED,

@@ -64,9 +64,14 @@ def rand(device, *shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(BF16)
 
 
-@pytest.mark.parametrize("model", MODELS)
+#: Moonlight, and a rank of DeepSeek-V3 with TP 8
+LATENT = {"Moonlight": (2048, 11264, 16, 163840), "DeepSeek-V3 TP=8": (7168, 2304, 16, 129280)}
+LATENT = {name: trial.Sizes(*sizes[:3], 1, 576, sizes[3], 512) for name, sizes in LATENT.items()}
+
+
+@pytest.mark.parametrize("model", [*MODELS, *LATENT])
 def test_rows_do_not_depend_on_the_batch(device, model):
-    found = dict(trial.compare_ops(MODELS[model], device, large=trial.LARGE))
+    found = dict(trial.compare_ops((MODELS | LATENT)[model], device, large=trial.LARGE))
     assert all(verdict.ok for verdict in found.values()), found
 
 
@@ -105,6 +110,22 @@ def test_attention_and_its_gradients_against_fp64(device, attention, heads, kv_h
     expected.backward(grad.double())
     assert sqnr(out.detach(), expected.detach()) > SQNR_ATTENTION
     for ours, theirs in zip((q, k, v), wide):
+        assert sqnr(ours.grad, theirs.grad) > SQNR_ATTENTION_GRADIENT
+
+
+@pytest.mark.parametrize("heads", [2, 16])
+def test_latent_attention_and_its_gradients_against_fp64(device, heads):
+    ends, scale = [0, *itertools.accumulate(LENGTHS)], 0.07
+    q, k = (rand(device, ends[-1], h, 576, seed=i).requires_grad_() for i, h in enumerate((heads, 1)))
+    cu = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = ops.attention_varlen(q, k, k[..., :512], cu, scale)
+    wide = [t.detach().double().requires_grad_() for t in (q, k)]
+    expected = oracle(*wide, wide[1][..., :512], ends, scale)
+    grad = rand(device, *out.shape, seed=5)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert sqnr(out.detach(), expected.detach()) > SQNR_ATTENTION
+    for ours, theirs in zip((q, k), wide):
         assert sqnr(ours.grad, theirs.grad) > SQNR_ATTENTION_GRADIENT
 
 

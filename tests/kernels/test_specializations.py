@@ -26,6 +26,7 @@ from jetrl_patch.kernels import (
     gemm_common,
     gemm_grouped,
     head,
+    latent,
     mixture,
     norm,
     quantize,
@@ -147,6 +148,23 @@ def delta_nets(M: int) -> None:
                     delta_net.delta_rule(inputs, x, starts, sizes, pool)
 
 
+def attention_gradients(M: int) -> None:
+    q, k = rows(M, 3 * 64).view(M, 3, 64), rows(M, 64).view(M, 1, 64)
+    starts = torch.tensor([0, M], dtype=torch.int32)
+    attention_backward.attention_backward(q, k, k, q, torch.ones(M, 3), q, starts, 1.0)
+
+
+def latents(M: int) -> None:
+    starts = torch.tensor([0, M], dtype=torch.int32)
+    q, keys, out = rows(M, 2 * 576).view(M, 2, 576), rows(M, 576).view(M, 1, 576), rows(M, 1024).view(M, 2, 512)
+    latent.attention_varlen(q, keys, 512, starts, 1.0)
+    latent.attention_backward(q, keys, out, torch.ones(M, 2), out, starts, 1.0)
+    table, seen = torch.zeros(M, 1, dtype=torch.int32), torch.ones(M, dtype=torch.int32)
+    step = torch.arange(M + 1, dtype=torch.int32)
+    latent.attention_paged(q, torch.zeros(5, 64, 1, 576).bfloat16(), 512, table, seen, step, 1.0)
+    latent.product_by_head(q[..., :128], rows(2 * 512, 128).view(2, 512, 128))
+
+
 def test_training_and_rollout_run_one_binary(compiled: set[tuple[str, str]]) -> None:
     """Its sums over K then have one order: in both, for any number of heads, and wherever states begin."""
     delta_nets(5)
@@ -154,7 +172,10 @@ def test_training_and_rollout_run_one_binary(compiled: set[tuple[str, str]]) -> 
     assert sorted(set(names)) == sorted(names) and "rule_kernel" in names, names
 
 
-@pytest.mark.parametrize("call", [forward, few, backward, quantized, experts, scored, rotated, delta_nets])
+CALLS = (forward, few, backward, quantized, experts, scored, rotated, attention_gradients, delta_nets, latents)
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_a_batch_of_another_size_compiles_nothing(call: Any, compiled: set[tuple[str, str]]) -> None:
     for M in (5, gemm_common.FEW_ROWS + 1):  # the product has two tiles
         call(M)
