@@ -41,9 +41,8 @@ class Tile(NamedTuple):
 
 
 #: head dimension -> tile, which must not depend on the number of rows, keys or requests. Each warpgroup has 64 rows, so its
-#: scores stay in its registers. (With 256, two warpgroups share 64 rows: each computes all scores, and half of the sum.) A
-#: program holds the sum of the current chunk and that of the chunks before it. The second may spill, because it is used once per
-#: chunk
+#: scores stay in its registers. (With 256, two share 64 rows: each computes all scores, and half of the sum.) A program holds
+#: the sum of the current chunk and that of the chunks before it. The second may spill: it is used once per chunk
 TILES = {64: Tile(64, 64, 2, 4), 128: Tile(128, 64, 2, 8), 256: Tile(64, 32, 2, 8)}
 HEAD_DIMS = tuple(TILES)
 
@@ -109,9 +108,8 @@ CHUNK = 1024
 #: the maximum of no scores. It is finite, because -inf - -inf is NaN
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-#: maximum number of programs in a launch that shares contexts, eight times as many as run at a time on a Hopper's 132
-#: multiprocessors; at head dimension 64, where two fit on each, twice that. Programs without a chunk, because the context is
-#: short, end at once but cost a little. Eight is an estimate; no bit depends on it
+#: maximum number of programs in a launch that shares contexts: eight times as many as run at a time on a Hopper's 132 SMs, twice
+#: that at head dimension 64. Programs without a chunk end at once but cost a little. An estimate; no bit depends on it
 PROGRAMS = 8 * 132
 #: maximum bytes of stored states. If a launch would need more, one program does all chunks of a row
 WORKSPACE = 64 << 20

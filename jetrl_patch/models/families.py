@@ -39,7 +39,13 @@ _EXPERTS: dict[Part, str] = {
     **_NOT_MEGATRON,
 }
 #: for every family with a vision tower
-_INTERLEAVED = Setting("rope_parameters.mrope_interleaved", (True,), "the trainer's angles are interleaved", needed=True)
+_INTERLEAVED = (
+    Setting("rope_parameters.mrope_interleaved", (True,), "the trainer's angles are interleaved", needed=True),
+    Setting(
+        "rope_parameters.mrope_section", (), "without it vLLM's positions have one dimension, the trainer's three",
+        "set it in config.json", everywhere=True, needed=True,
+    ),
+)
 _TOWER: dict[Part, str] = {"scaling": "moving factors has not been tested with a vision tower", **_NOT_MEGATRON}
 _VISION: dict[Part, str] = {
     "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
@@ -188,7 +194,7 @@ _RECORDS = (
     _family(
         "qwen3_vl", "Qwen3VL", "Qwen3-VL",
         _NO_OUTPUT_BIAS,
-        _INTERLEAVED,
+        *_INTERLEAVED,
         uncovered=_TOWER,
         text="Text",
         tower="visual",
@@ -196,7 +202,7 @@ _RECORDS = (
     _family(
         "qwen3_5", "Qwen3_5", "Qwen3.5",
         *_DELTA_SETTINGS,
-        _INTERLEAVED,
+        *_INTERLEAVED,
         readers={**READERS, "input_layernorm": (*READERS["input_layernorm"], *_IN)},
         merged=(QKV, GATE_UP, *_IN_MERGED),
         row_parallel={**_OUTPUT, **_OUT, "mlp.down_proj": "intermediate_size"},
@@ -208,7 +214,7 @@ _RECORDS = (
     _with_experts(
         "qwen3_5_moe", "Qwen3_5Moe", "Qwen3.5-MoE",
         *_DELTA_SETTINGS,
-        _INTERLEAVED,
+        *_INTERLEAVED,
         Setting("norm_topk_prob", (True,), "the trainer always makes routing weights add up to 1"),
         readers={"input_layernorm": (*READERS["input_layernorm"], *_IN)},
         merged=(QKV, GATE_UP, *_IN_MERGED),
@@ -231,7 +237,7 @@ _RECORDS = (
     _with_experts(
         "qwen3_vl_moe", "Qwen3VLMoe", "Qwen3-VL-MoE",
         _NO_OUTPUT_BIAS,
-        _INTERLEAVED,
+        *_INTERLEAVED,
         *_ALL_BLOCKS,
         merged=(QKV,),
         uncovered=_EXPERTS | _TOWER,

@@ -21,7 +21,7 @@ class Setting:
 
     Attributes:
         key: its name; a dot leads into an entry of it.
-        covered: the values with which they are. For a list, every item must be one of them.
+        covered: the values with which they are; empty for any. For a list, every item must be one of them.
         reason: why other values are not covered.
         fix: what to do about another value; empty if only another mode helps.
         everywhere: whether every mode with a quantized rollout refuses other values, because one side would compute something
@@ -39,7 +39,7 @@ class Setting:
     @property
     def values(self) -> str:
         """The covered values, in words."""
-        return " or ".join(map(repr, self.covered))
+        return " or ".join(map(repr, self.covered)) or "any value"
 
     def found(self, hf_config: Any) -> str:
         """The value that is not covered, as a phrase; empty if it is covered."""
@@ -49,7 +49,7 @@ class Setting:
         if value is _ABSENT:
             return f"no {self.key}" if self.needed else ""
         items = value if isinstance(value, (list, tuple)) else [value]
-        return "" if all(item in self.covered for item in items) else f"{self.key}={value!r}"
+        return "" if not self.covered or all(item in self.covered for item in items) else f"{self.key}={value!r}"
 
     def problem(self, hf_config: Any) -> str:
         """What is wrong with this key, as a phrase; empty if it is covered."""

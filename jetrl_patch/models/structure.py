@@ -185,7 +185,8 @@ def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
     for setting in family.settings:
         if setting.everywhere and (found := setting.found(text)):
             fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"
-            yield f"{setting.key}={setting.values} ({setting.reason})", found, fix
+            required = f"{setting.key}={setting.values}" if setting.covered else setting.key
+            yield f"{required} ({setting.reason})", found, fix
     if family.absorbed and not _one_magnitude(getattr(text, "rope_parameters", None) or {}):
         required = "mscale and mscale_all_dim together (with only one, trainer and vLLM scale rotary angles differently)"
         yield required, f"rope_parameters={text.rope_parameters}", "use another model, or"

@@ -54,6 +54,19 @@ def looking(family: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_positions_of_one_dimension_on_one_side_are_refused(family: str, tmp_path: Path) -> None:
+    """Without ``mrope_section`` vLLM has no M-RoPE, and transformers its own default."""
+    made = vision_models.config_of(family)
+    made.save_pretrained(tmp_path)
+    assert check_checkpoint(tmp_path, ROLLOUT, 1) is not None
+    rope = made.text_config.rope_parameters
+    made.text_config.rope_parameters = {key: value for key, value in rope.items() if key != "mrope_section"}
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"required rope_parameters\.mrope_section .*found no rope_param.* Set it"):
+        check_checkpoint(tmp_path, ROLLOUT, 1)
+
+
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: str) -> None:
     jetrl_patch.enable(precision="fp8-unified", align="linear")
