@@ -360,6 +360,7 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
 @pytest.mark.usefixtures("on_cuda")
 def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "refuse_exact_on", lambda kind: None)
-    config = SimpleNamespace(model_config=SimpleNamespace(get_head_size=lambda: 96))
+    model = SimpleNamespace(get_head_size=lambda: 96, hf_config=config_of("qwen3"))
+    config = SimpleNamespace(model_config=model)
     with pytest.raises(ModelError, match="head dimension 64, 128, 256, found 96"):
         engine.device_problems(config)
