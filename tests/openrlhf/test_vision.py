@@ -43,10 +43,18 @@ def test_images_are_accepted_where_the_model_sees(tmp_path, family, mode):
     assert told(vision_models.config_of(family), tmp_path, mode, train__async_enable=True) == []
 
 
+@pytest.mark.parametrize("family", [family for family in vision_models.FAMILIES if family not in MIXTURES])
+def test_exact_mode_is_accepted_where_it_covers_the_tower(tmp_path, family):
+    found = told(vision_models.config_of(family), tmp_path, EXACT, data__max_images_per_prompt=1)
+    if family != "glm4v":
+        assert found == []
+    else:
+        assert len(found) == 1 and re.search(r"ModelError: align=\"exact\": required .*found model_type='glm4v'", found[0])
+
+
 @pytest.mark.parametrize(
     ("mode", "changes", "says"),
     [
-        (EXACT, {}, r"ModelError: align=\"exact\": required .*found model_type='qwen3_5'"),
         (Config(precision="int8-rollout"), {}, r"ModelError: model_type='qwen3_5' .*required one text model, or with an FP8"),
         (LINEAR, {"ds__lora__rank": 8}, r"ModelError: LoRA in OpenRLHF .*found model_type='qwen3_5'"),
         (LINEAR, {"ds__packing_samples": True}, r"--ds\.packing_samples with model_type='qwen3_5': required one sample a row"),
