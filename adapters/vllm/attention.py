@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +29,8 @@ class ExactImpl:
 
     jetrl_exact = True
     scale: float
+    num_kv_heads: int
+    head_size: int
     #: values of ``kv_cache_dtype`` that this device's cache can have
     cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "bfloat16")
     #: further arguments of the constructor that vLLM's class takes
@@ -71,6 +74,13 @@ class ExactImpl:
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """View vLLM's cache as keys and values, each ``[blocks, block size, KH, D]`` with any strides; if FP8, also scales."""
         raise NotImplementedError
+
+    def fill_first_block(self, layer: Any, random: Callable[..., torch.Tensor]) -> None:
+        """Write ``random(*shape)``, BF16 on the CPU, as keys and values to block 0 of a layer's cache, as a step does."""
+        cache = layer.kv_cache
+        size = self.pages(cache)[0].shape[1]
+        k, v = (random(size, self.num_kv_heads, self.head_size).to(cache.device) for _ in range(2))
+        self.do_kv_cache_update(layer, k, v, cache, torch.arange(size, device=cache.device))  # type: ignore[attr-defined]
 
     def forward(
         self,

@@ -153,11 +153,12 @@ def fill_first_block(layers: Iterable[Any]) -> None:
     Random bytes would be NaN in an FP8 cache, and then so would the output of every step.
     """
     generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(torch.bfloat16)
+
     for layer in layers:
-        impl, cache = layer.impl, layer.kv_cache
-        shape = (impl.pages(cache)[0].shape[1], impl.num_kv_heads, impl.head_size)
-        k, v = (torch.randn(shape, generator=generator, device="cpu").to(cache.device, torch.bfloat16) for _ in range(2))
-        impl.do_kv_cache_update(layer, k, v, cache, torch.arange(len(k), device=cache.device))
+        layer.impl.fill_first_block(layer, random)
 
 
 class _Compared:

@@ -6,6 +6,7 @@ which tokens are which. Here all of them are a prefill's, whose method gets quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,6 +60,11 @@ class ExactLatentImpl(ExactImpl, MLACommonImpl[ExactLatentMetadata]):
             real = (slots >= 0).nonzero().squeeze(1)
             rows = torch.cat((kv_c_normed, k_pe.flatten(1)), -1)[real]
             kv_cache.view(-1, rows.shape[-1])[slots[real]] = rows
+
+    def fill_first_block(self, layer: Any, random: Callable[..., torch.Tensor]) -> None:
+        """As ``ExactImpl.fill_first_block``, with latents and rotated keys, which the cache holds as they are."""
+        block = layer.kv_cache[0]
+        block.copy_(random(*block.shape))
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError: the metadata gives no token to vLLM's decoding."""

@@ -166,11 +166,12 @@ def greedy(llm: Any) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_graphs_that_are_proven_serve_with_the_bits_of_eager_steps(
-    checkpoint: Any, engine: Any, capture: Callable[..., dict[int, Graph]], said: list[str]
+    family: str, checkpoint: Any, engine: Any, capture: Callable[..., dict[int, Graph]], said: list[str]
 ) -> None:
     jetrl_patch.enable(precision="fp8-unified")
-    llm = engine(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, batch=4))
+    llm = engine(Job(model=checkpoint(family), config=jetrl_patch.status().config, batch=4))
     worker, eager = worker_of(llm), greedy(llm)
     captured = capture(worker)
     assert sorted(captured) == SIZES and not any(graph.replays for graph in captured.values())
