@@ -189,11 +189,11 @@ def splits(programs: int, tokens: int, heads: int, width: int, context: int) -> 
     return 1 if stored_bytes > WORKSPACE else max(1, min(chunks_of(context), most // programs))
 
 
-def workspace(q_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Allocate ``sums`` and ``ends`` for the queries. ``combine_kernel`` does not read the chunks that a row does not see."""
-    shape = (chunks_of(context), *q_THD.shape)
-    sums = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
-    return sums, torch.empty(*shape[:3], 2, dtype=torch.float32, device=q_THD.device)
+def workspace(out_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Allocate ``sums`` and ``ends`` for a result. ``combine_kernel`` does not read the chunks that a row does not see."""
+    shape = (chunks_of(context), *out_THD.shape)
+    sums = torch.empty(shape, dtype=torch.float32, device=out_THD.device)
+    return sums, torch.empty(*shape[:3], 2, dtype=torch.float32, device=out_THD.device)
 
 
 def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts: Tensor, lengths: Tensor, kv_heads: int) -> None:
@@ -381,7 +381,7 @@ def _launch(
         return out, lse
     blocks, context = row_blocks(T, H // kv_heads, sequences, tile.rows), table.shape[1] * size if size else 0
     shared = splits(blocks * kv_heads, T, H, D, context)
-    into = (out, lse) if shared == 1 else workspace(q, context)
+    into = (out, lse) if shared == 1 else workspace(out, context)
     attention_kernel[(blocks, kv_heads, shared)](
         q, *kv, *into, starts, lengths, table, sequences, T, scale * LOG2E, q.stride(0), *strides, table.stride(0) if size else 0,
         KH=kv_heads, PER=H // kv_heads, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=CHUNK, STAGES=tile.stages, SIZE=size,

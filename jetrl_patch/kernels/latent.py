@@ -18,7 +18,6 @@ from jetrl_patch.kernels.attention import (
     CHUNK,
     LOG2E,
     block_of,
-    chunks_of,
     combine,
     combine_chunks,
     finish,
@@ -28,6 +27,7 @@ from jetrl_patch.kernels.attention import (
     rows_from,
     splits,
     weigh,
+    workspace,
 )
 from jetrl_patch.kernels.attention_backward import SUMMED, row_sums_kernel
 from jetrl_patch.kernels.attention_backward import WARPS as SUM_WARPS
@@ -160,10 +160,7 @@ def _launch(
     blocks, context = row_blocks(T, H, sequences, TILE.held), table.shape[1] * size if size else 0
     part = min(PART, latent)
     shared = splits(blocks * (latent // part), T, H, latent, context)
-    into = (out, lse)
-    if shared > 1:
-        shape = (chunks_of(context), T, H)
-        into = q.new_empty(*shape, latent, dtype=torch.float32), q.new_empty(*shape, 2, dtype=torch.float32)
+    into = (out, lse) if shared == 1 else workspace(out, context)
     latent_kernel[(blocks, latent // part, shared)](
         q, keys, *into, starts, lengths, table, sequences, T, scale * LOG2E, *strides, table.stride(0) if size else 0,
         PER=H, L=latent, R=D - latent, PART=part, ROWS=TILE.held, KEYS=TILE.walked, CHUNK=CHUNK, STAGES=TILE.stages, SIZE=size,
