@@ -10,8 +10,8 @@ from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.settings import check_mark, model_problems
 from jetrl_patch.adapters.openrlhf.state import WORKER
-from jetrl_patch.adapters.openrlhf.vision import placeholders
 from jetrl_patch.config import Config
+from jetrl_patch.models.structure import placeholders
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.source import Source, convert
 

@@ -8,7 +8,7 @@ from typing import Any
 from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.models.structure import is_vision_language
+from jetrl_patch.models.structure import is_vision_language, placeholders
 from jetrl_patch.patching.patch import NO_REPORT, replacement
 from jetrl_patch.registry import Patch
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
@@ -43,12 +43,6 @@ def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> It
     rules = RULES if is_vision_language(hf_config) else TEXT_RULES
     model = f"model_type={getattr(hf_config, 'model_type', None)!r}"
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}", model)
-
-
-def placeholders(hf_config: Any) -> list[int]:
-    """Return the placeholder tokens of images and videos; none for a model without a known vision tower."""
-    ids = (getattr(hf_config, name, None) for name in ("image_token_id", "video_token_id") if is_vision_language(hf_config))
-    return [int(token) for token in ids if token is not None]
 
 
 @replacement

@@ -13,7 +13,7 @@ from jetrl_patch.adapters.vllm.compat import routes_error
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
 from jetrl_patch.measure.pictures import MOST_PICTURES, Picture, noise, place_pictures
-from jetrl_patch.models.structure import expert_sizes, is_vision_language
+from jetrl_patch.models.structure import expert_sizes, is_vision_language, placeholders
 from jetrl_patch.progress import SILENT
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
 
@@ -193,11 +193,6 @@ def make_pictures(model: str) -> list[Picture]:
         grid = given["image_grid_thw"]
         made.append(Picture(image, given["pixel_values"], grid, int(grid.prod()) // processor.merge_size**2))
     return made
-
-
-def placeholders(hf_config: Any) -> list[int]:
-    """The tokens that stand for images and videos."""
-    return [hf_config.image_token_id, hf_config.video_token_id] if is_vision_language(hf_config) else []
 
 
 def around(hf_config: Any) -> list[int]:

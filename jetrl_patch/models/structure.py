@@ -75,6 +75,12 @@ def is_vision_language(hf_config: Any) -> bool:
     return family is not None and bool(family.tower)
 
 
+def placeholders(hf_config: Any) -> list[int]:
+    """Return the placeholder tokens of images and videos; none for a model without a known vision tower."""
+    ids = (getattr(hf_config, name, None) for name in ("image_token_id", "video_token_id") if is_vision_language(hf_config))
+    return [int(token) for token in ids if token is not None]
+
+
 def has_delta_nets(hf_config: Any) -> bool:
     """Whether some blocks have a gated delta net instead of attention."""
     family = family_of(hf_config)
