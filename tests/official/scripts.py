@@ -15,7 +15,7 @@ EXPERIMENT=grpo_$(date +%Y%m%d)
 [ "${DEVICE}" = gpu ] || exit 3
 export SOME_SWITCH=1
 mkdir -p logs
-sleep 30
+sleep infinity
 DATA=(
     data.train_files="['$HOME/data/train.parquet', '$HOME/data/more.parquet']"
     data.max_response_length=$((1024 * 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,8 @@ def only(folder: Path, work: Path, **texts: str):
 
 
 def test_the_launch_is_recorded_word_for_word(tmp_path):
-    started = time.monotonic()
     found = only(tmp_path / "checkout", tmp_path / "work", run=grpo())
-    assert found.failure == "" and len(found.launches) == 1
-    assert time.monotonic() - started < 25  # its `sleep 30` is a stub
+    assert found.failure == "" and len(found.launches) == 1  # its `sleep infinity` is a stub
     launch = found.launches[0]
     home = tmp_path / "work" / "home"
     assert launch.command[:8] == ("uv", "run", "--frozen", "--extra", "vllm", "python3", "-m", "verl.trainer.main_ppo")
