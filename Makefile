@@ -31,7 +31,8 @@ STAMP := $(VENV)/.pins-$(shell cat $(PINS) | sha256sum | cut -c1-16)
 SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum | cut -c1-16)
 
 # a run starts a dozen processes that import torch and vLLM, so keep their bytecode whatever the user's setting
-PY    := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(VENV)/bin/python
+# torchao's libraries fail to load with a CPU build of torch, and say so in every process; its 8-bit optimizers need none
+PY    := TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(VENV)/bin/python
 
 ifeq ($(DEVICE),cpu)
   START := $(PY)
