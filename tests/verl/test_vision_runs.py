@@ -116,6 +116,7 @@ def test_grpo_on_images_and_text(
         ("qwen3_5", (V1, f"{M}.use_remove_padding=True"), {}),
         ("qwen3_5", (V0,), {"strategy": "fsdp"}),
         ("qwen3_5_moe", (V1, f"{M}.use_remove_padding=True"), {}),
+        ("qwen2_5_vl", (V1, *ADAPTERS, f"{A}.use_kl_loss=True", f"{M}.use_remove_padding=True"), {}),
     ],
 )
 def test_exact_mode_on_images_and_text(tmp_path: Path, family: str, extra: tuple[str, ...], options: dict[str, Any]) -> None:
