@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.openrlhf import checkpoint, correction, lora, startup, vision
+from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, vision
 from jetrl_patch.adapters.openrlhf.state import START, WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
@@ -27,11 +27,13 @@ from jetrl_patch.trainer.rules import (
     OPTIMIZER_MODULE,
     OPTIMIZERS,
     Rule,
+    adapter_problems,
     broken,
     check_torchao,
     is_set,
     more_than_one,
     other_than,
+    positive,
     raised,
     temperature,
 )
@@ -173,6 +175,43 @@ def optimizer_step(original: Any, self: Any, _optimizer: Any, model: Any, _sched
     return result
 
 
+# ---- LoRA of the policy: ``model`` builds it, and ``sync`` sends it ------------------------------
+# OpenRLHF 0.11 adds adapters to the policy and the critic, but its own sync sends peft's names, which vLLM rejects. With a
+# quantized rollout the plugin sends merged weights (``fp8.lora``) under the names of the plain model. The reference model is a
+# model of its own, without adapters.
+
+_RANK = "ds.lora.rank"
+
+#: checked only with adapters
+LORA_RULES: tuple[Rule, ...] = (
+    Rule("ds.lora.dropout", is_set, "0 (the rollout has no dropout)", "set it to 0", "quantized"),
+    Rule("train.enable_ema", is_set, "no average of the weights (OpenRLHF's has no adapters)", "remove the flag", "quantized"),
+)
+
+
+def lora_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting that is unsupported with adapters."""
+    if not positive(select(_RANK) or 0):
+        return
+    if not config.quantized_rollout:
+        required = "full weights, because OpenRLHF's own sync sends adapters under names that vLLM does not know"
+        fix = "set it to 0, or use a quantized rollout"
+        yield ConflictError(explain(f"{argument(_RANK)} with precision={config.precision!r}", required=required,
+                                    found=repr(select(_RANK)), fix=fix))  # fmt: skip
+        return
+    yield from broken(LORA_RULES, select, config, argument)
+    yield from adapter_problems(config, argument(_RANK))
+
+
+def lora_model_problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for adapters of a model with which they have not run."""
+    untested = is_vision_language(hf_config) or expert_sizes(hf_config) is not None
+    if config.quantized_rollout and positive(select(_RANK) or 0) and untested:
+        what, required = "LoRA in OpenRLHF with a quantized rollout", "a dense text model (others have not run)"
+        found, fix = f"model_type={hf_config.model_type!r}", f"remove --{_RANK}, or use {UNQUANTIZED}"
+        yield ModelError(explain(what, required=required, found=found, fix=fix))
+
+
 # ---- Check and complete the arguments ------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
@@ -224,7 +263,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(rules, select, config, argument)
     yield from reward_problems(args)
     yield from precision_problems(select, config)
-    yield from lora.problems(select, config, argument)
+    yield from lora_problems(select, config)
     yield from correction.problems(args, config)
     yield from checkpoint.problems(select, config)
     found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
@@ -253,7 +292,7 @@ def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlE
         yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
     select = functools.partial(_get, args)
     yield from vision.problems(select, hf_config, config)
-    yield from lora.model_problems(select, hf_config, config)
+    yield from lora_model_problems(select, hf_config, config)
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

@@ -16,7 +16,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlErr
 from jetrl_patch.models.structure import require_attention
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
-from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
+from jetrl_patch.trainer.rules import Rule, adapter_problems, broken, is_set, other_than, positive
 
 # ---- LoRA: the trainer computes with merged weights, and the sync sends them as full weights ----
 # By default verl serves the adapters in vLLM. With ``model.lora.merge``, which the driver sets, its sync sends merged weights
@@ -44,11 +44,8 @@ WITH_ADAPTERS: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
-#: the plugin's settings that are unsupported with adapters -> why
-_UNSUPPORTED = {
-    "fp8_all_gather": "FSDP2 would gather W as FP8 bytes, which cannot be merged with the adapters",
-    "invariant_scale": "a saved adapter would fit only the scaled model",
-}
+#: of the error about a model
+_WORDS = ("LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}")
 
 
 def _is_used(select: Select) -> bool:
@@ -65,21 +62,13 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if runs(megatron.STRATEGY, select, config):
         found = "an adapter with Megatron"
         yield ConflictError(explain(used, required="full weights", found=found, fix="remove it, or set strategy=fsdp2"))
-    for name, why in _UNSUPPORTED.items():
-        value = getattr(config, name)
-        if value:
-            required, fix = f"it unset ({why})", f"leave {name} unset"
-            yield ConfigError(explain(f"{name} with {used}", required=required, found=f"{value!r}", fix=fix))
+    yield from adapter_problems(config, used)
 
 
 def check_model(hf_config: Any, select: Select, config: Config) -> None:
     """Raise ModelError for adapters of a model with delta nets, which were never compared with the rollout."""
     if config.quantized_rollout and _is_used(select):
-        _check_attention(hf_config)
-
-
-def _check_attention(hf_config: Any) -> None:
-    require_attention(hf_config, "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}")
+        require_attention(hf_config, *_WORDS)
 
 
 def wanted(select: Select, config: Config) -> Mapping[str, Any]:
@@ -111,7 +100,7 @@ def build_lora_module(original: Any, self: Any, module: Any) -> Any:
         return original(self, module)
     from jetrl_patch.fp8.lora import adopt
 
-    _check_attention(module.config)
+    require_attention(module.config, *_WORDS)
     built = original(self, module)
     prepared.adapters = adopt(built, merge=config.fp8_train)
     return built

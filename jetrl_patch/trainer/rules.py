@@ -182,6 +182,18 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
         yield error
 
 
+def adapter_problems(config: Config, used: str) -> Iterator[JetrlError]:
+    """Yield an error for each of the plugin's settings that LoRA does not support. ``used`` is the framework's setting of it."""
+    reasons = {
+        "fp8_all_gather": "FSDP2 would gather W as FP8 bytes, which cannot be merged with the adapters",
+        "invariant_scale": "a saved adapter would fit only the scaled model",
+    }
+    for name, why in reasons.items():
+        if value := getattr(config, name):
+            required, fix = f"it unset ({why})", f"leave {name} unset"
+            yield ConfigError(explain(f"{name} with {used}", required=required, found=f"{value!r}", fix=fix))
+
+
 def temperature(path: str) -> Rule:
     """The rule for the rollout's temperature: the trainer divides by it too, so vLLM must not change it."""
     return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, "set it to 1.0", "exact")
