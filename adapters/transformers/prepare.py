@@ -18,8 +18,8 @@ from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import delta_net, dispatch, latent, modules, ops, tower
-from jetrl_patch.exact.modules import check_family, swap
+from jetrl_patch.exact import dispatch, latent, modules, ops, tower
+from jetrl_patch.exact.modules import check_family, check_kernels, swap
 from jetrl_patch.exact.trial import choose_attention
 from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
 from jetrl_patch.fp8.experts import experts_forward
@@ -30,7 +30,7 @@ from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
-from jetrl_patch.models.structure import check_device, has_delta_nets, has_latent_attention, text_config
+from jetrl_patch.models.structure import check_device, has_latent_attention, text_config
 
 # ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
@@ -195,10 +195,8 @@ def prepare_model(
 def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str, type]:
     """Choose the exact ops of a model on this machine. Returns the modules to swap, as ``_check_exact`` does."""
     kinds = _check_exact(model)
-    latent.check_latent(model.config, config.kv_cache, device_type, config.backend)
     dispatch.configure(config.backend, device_type, config.scale_format)
-    if has_delta_nets(model.config):
-        delta_net.require_kernels(device_type, config.backend)
+    check_kernels(model.config, config, device_type)
     text = text_config(model.config)
     heads = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or heads

@@ -33,7 +33,6 @@ from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.models.family import DROPOUTS
-from jetrl_patch.models.structure import has_delta_nets
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
@@ -221,13 +220,9 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     yield from vision.problems(select, hf_config, config.exact)
     yield from raised(lambda: lora.check_model(hf_config, select, config))
     if config.exact:
-        from jetrl_patch.exact.delta_net import require_kernels  # with torch
-        from jetrl_patch.exact.latent import check_latent
+        from jetrl_patch.exact.modules import check_kernels  # with torch
 
-        device = str(select("trainer.device"))
-        yield from raised(lambda: check_latent(hf_config, "auto", device, config.backend))
-        if has_delta_nets(hf_config):
-            yield from raised(lambda: require_kernels(device, config.backend))
+        yield from raised(lambda: check_kernels(hf_config, config, str(select("trainer.device"))))
     if logprob.is_used(select, config):
         yield from raised(lambda: logprob.check_model(hf_config))
     if runs(veomni.STRATEGY, select, config):

@@ -25,7 +25,6 @@ from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE
-from jetrl_patch.exact.latent import check_latent
 from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
@@ -216,7 +215,6 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if str(model.dtype) != "torch.bfloat16":
         raise _not_bf16(model.dtype, "set dtype='bfloat16'")
     if config.exact:
-        check_latent(model.hf_config, config.kv_cache, str(current_platform.device_type), config.backend)
         _check_exact(vllm_config, model.hf_config, config)
     if config.channelwise:
         return  # one scale per row: no split cuts a block
@@ -267,14 +265,13 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
 def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> None:
     from vllm.platforms import current_platform
 
-    from jetrl_patch.exact.delta_net import require_kernels
-    from jetrl_patch.exact.modules import check_family
+    from jetrl_patch.exact.modules import check_family, check_kernels
 
     model = vllm_config.model_config
+    check_kernels(hf_config, config, str(current_platform.device_type))
     device_problems(vllm_config)
     family = check_family(hf_config)
     if family.delta_net:
-        require_kernels(str(current_platform.device_type), config.backend)
         _run_eagerly(vllm_config, config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",

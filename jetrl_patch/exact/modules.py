@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.exact import elementwise, ops
+from jetrl_patch.exact import delta_net, elementwise, latent, ops
 from jetrl_patch.exact.elementwise import rope_parameters
 from jetrl_patch.models.families import FAMILIES, Family, covering
-from jetrl_patch.models.structure import text_config
+from jetrl_patch.models.structure import has_delta_nets, text_config
 
 # ---- Exact counterparts of Hugging Face modules, for the trainer, and for vLLM if it runs Hugging Face code
 # ``swap`` changes a module's class in place. The module keeps its parameters and name and is still an instance of its original
@@ -223,3 +224,10 @@ def check_family(hf_config: Any) -> Family:
             f'align="exact" does not cover this {model_type} model: {"; ".join(problems)}. {fix[0].upper()}{fix[1:]}.'
         )
     return family
+
+
+def check_kernels(hf_config: Any, config: Config, device_type: str) -> None:
+    """Raise the error of ``check_latent`` or ``require_kernels`` for a model whose exact ops have no kernels on a device."""
+    latent.check_latent(hf_config, config.kv_cache, device_type, config.backend)
+    if has_delta_nets(hf_config):
+        delta_net.require_kernels(device_type, config.backend)
