@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # 1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
 # 2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``rules.check``;
 # 3. model: ``prepare`` converts it through ``trainer.source.convert`` before the framework wraps it;
-# 4. sync: ``source.begin_sync``, then ``Source.stream`` over full weights, then ``audit.sync_report``;
+# 4. sync: ``Source.begin_sync``, then ``Source.stream`` over full weights, then ``audit.sync_report``;
 # 5. log: ``audit.sync_metrics`` and ``audit.step_metrics`` go into ``source.Driver``, and from there into the step's log.
 
 class Pool(NamedTuple):

@@ -21,7 +21,6 @@ from jetrl_patch.sync.delta import held_by
 from jetrl_patch.sync.send import NamedTensor, SyncStats, pack
 from jetrl_patch.trainer.audit import sync_report
 from jetrl_patch.trainer.rules import require_same
-from jetrl_patch.trainer.source import begin_sync
 
 # ---- The precision guard: the policy actors decide, the reference model follows ---
 # Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it. The
@@ -100,7 +99,7 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     sends = leads or trainer.use_cuda_ipc
     stage = trainer.strategy.args.ds.zero_stage
     adapters = source.adapters or {}
-    begin_sync(source, lambda: full_weights(model, stage, adapters), WORKER.followers, quantizes=sends)
+    source.begin_sync(lambda: full_weights(model, stage, adapters), WORKER.followers, quantizes=sends)
     weights = full_weights(model, stage, adapters)
     orders = Orders(trainer.vllm_engines, config.sync_timeout)
     held = ""
@@ -157,7 +156,8 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
             policy's precision guard moved to BF16, for the models that follow it.
     """
     if isinstance(item, dict):
-        WORKER.followers.to_bf16(item["to_bf16"])
+        for source in WORKER.followers:
+            source.to_bf16(item["to_bf16"])
     status = session.status()
     of_sync = {**(WORKER.report or {}), "lines": WORKER.lines} if item == "sync" else {}
     if of_sync:

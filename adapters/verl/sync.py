@@ -20,7 +20,7 @@ from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.audit import sync_report
 from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import MARK
-from jetrl_patch.trainer.source import Source, begin_sync
+from jetrl_patch.trainer.source import Source
 
 # ---- Before a delta sync (``sync="delta"``): the weights that the engines hold decide what the trainer sends ----
 # A colocated engine names them in its first reply (``transport.py``). A checkpoint engine has no channel back to the trainer, so
@@ -130,7 +130,7 @@ def get_per_tensor_param(original: Any, self: Any, *args: Any, **kwargs: Any) ->
         what, fix = "weight sync to a quantized rollout", f"set model.lora.merge=True, or use {UNQUANTIZED}"
         raise ConflictError(explain(what, required="full weights, or merged ones", found="LoRA adapters", fix=fix))
     looks = prepared.monitor is not None and prepared.monitor.decides
-    begin_sync(prepared, lambda: weights, WORKER.followers)
+    prepared.begin_sync(lambda: weights, WORKER.followers)
     again = original(self, *args, **kwargs)[0] if looks else weights
     prepare(prepared)
     return until_broken(prepared.stream(again, stats)), None

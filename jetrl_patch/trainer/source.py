@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -27,33 +27,14 @@ from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
 from jetrl_patch.trainer.precision import LossScale
 
-# ---- The precision guard around a weight sync: the policy decides, the other models of the process follow
-
-class Followers(weakref.WeakSet["Source"]):
-    """Models of this process that move layers to BF16 with the policy."""
-
-    def to_bf16(self, names: Sequence[str]) -> None:
-        """Move these layers to BF16 in every follower that has them in FP8. Raises SyncError."""
-        for source in self:
-            source.to_bf16(names)
-
-
-def begin_sync(
-    source: Source, weights: Callable[[], Iterable[NamedTensor]], followers: Followers, quantizes: bool = True
-) -> None:
-    """Agree across ranks, and apply the guard's decision to policy and followers. Arguments as in ``Source.begin_sync``."""
-    source.agree()
-    followers.to_bf16(source.begin_sync(weights, quantizes))
-
-
 # ---- State that the patches of one process share, in every framework -----------------------------
 
 @dataclass(kw_only=True)
 class Worker:
-    """State of a training process: the loss scale of the policy's optimizer, and the models that follow the guard."""
+    """State of a training process: the loss scale of the policy's optimizer, and models that follow its guard to BF16."""
 
     loss_scale: LossScale = field(default_factory=LossScale)
-    followers: Followers = field(default_factory=Followers)
+    followers: weakref.WeakSet[Source] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(kw_only=True)
@@ -107,27 +88,27 @@ class Source:
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
     adapters: Mapping[str, float] | None = None
 
-    def agree(self) -> None:
-        """Agree on the smoothing across training ranks before a sync, although each rank saw other samples. Collective."""
-        if self.smoother is not None:
-            self.smoother.observer.agree()
-
-    def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
-        """Apply the guard's decision before a sync sends its first byte. Collective. Returns the units that it moved.
+    def begin_sync(
+        self, weights: Callable[[], Iterable[NamedTensor]], followers: Iterable[Source] = (), quantizes: bool = True
+    ) -> None:
+        """Agree on the smoothing across ranks, which saw other samples, and apply the guard's decision. Collective.
 
         Args:
             weights: yields the full weights once more; called only if the guard decides at this sync.
+            followers: other models of this process, which move the same layers to BF16.
             quantizes: whether this rank sees the weights; other ranks only take part in the all-gather.
 
         Raises SyncError if a layer could not be moved to BF16. No engine has heard of the sync by then.
         """
+        if self.smoother is not None:
+            self.smoother.observer.agree()
         if self.monitor is None:
-            return []
+            return
         if self.monitor.decides:
             show(self.monitor, self._apart(weights()), self.quantize if quantizes else None)
         new = self.monitor.begin()
-        self.to_bf16(new)
-        return new
+        for source in (self, *followers):
+            source.to_bf16(new)
 
     def end_sync(self) -> dict[str, float]:
         """Return the metrics of the step that the sync ends. Collective. Raises PrecisionError if they must stop the run."""

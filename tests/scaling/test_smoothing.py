@@ -31,7 +31,7 @@ def source_of(model: Any, config: Config = INT8) -> Source:
 def exported(model: Any, source: Source) -> dict[str, torch.Tensor]:
     """The exported weights, in BF16 and before quantization."""
     assert source.smoother is not None
-    source.agree()
+    source.begin_sync(model.named_parameters)
     return dict(source.smoother.apply(model.named_parameters()))
 
 
@@ -173,7 +173,7 @@ def test_the_stream_keeps_names_shapes_and_the_trainers_parameters() -> None:
     model = with_outliers()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     source = source_of(model)
-    source.agree()
+    source.begin_sync(model.named_parameters)
     sent = dict(source.stream(model.named_parameters(), SyncStats()))
     quantized = {f"{layer}.weight" for layer in source.layers}
     assert set(sent) == {*before, MANIFEST, COMMIT, *(f"{name}_scale_inv" for name in quantized)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from jetrl_patch import session
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, differences
+from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import SyncStats
-from jetrl_patch.trainer import rules
+from jetrl_patch.trainer import rules, source
 from jetrl_patch.trainer.audit import sync_metrics, sync_report
-from jetrl_patch.trainer.source import Driver, Followers, Worker, begin_sync, reset
+from jetrl_patch.trainer.source import Driver, Worker, reset
 
 LINEAR, EXACT = Config(align="linear").resolved(), Config(align="exact").resolved()
 
@@ -76,31 +78,28 @@ def test_a_delta_sync_says_what_changed() -> None:
 
 
 class Model:
-    """The part of a ``Source`` that the guard uses."""
+    """The part of a ``Source`` that a follower has."""
 
-    def __init__(self, new: tuple[str, ...] = ()) -> None:
-        self.new, self.calls = list(new), list[Any]()
-
-    def agree(self) -> None:
-        self.calls.append("agree")
-
-    def begin_sync(self, weights: Any, quantizes: bool) -> list[str]:
-        self.calls.append(("begin", quantizes))
-        return self.new
+    def __init__(self) -> None:
+        self.moved = list[Any]()
 
     def to_bf16(self, names: list[str]) -> None:
-        self.calls.append(names)
+        self.moved.append(names)
 
 
-def test_followers_leave_fp8_with_the_policy_unless_they_are_gone() -> None:
-    policy, reference, gone = Model(("a",)), Model(), Model()
-    followers = Followers()
+def test_followers_leave_fp8_with_the_policy_unless_they_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(source, "show", lambda monitor, weights, quantize: calls.append((list(weights), quantize)))
+    smoother: Any = SimpleNamespace(observer=SimpleNamespace(agree=lambda: calls.append("agree")))
+    guard: Any = SimpleNamespace(decides=True, begin=lambda: ["a"])
+    policy = source.Source(layers=[], modules={}, shapes={}, terms=Terms.of(LINEAR, "torch"), smoother=smoother, monitor=guard)
+    reference, gone, followers = Model(), Model(), Worker().followers
     for model in (reference, gone):
         followers.add(model)  # type: ignore[arg-type]
     del model, gone
     gc.collect()
-    begin_sync(policy, list, followers, quantizes=False)  # type: ignore[arg-type]
-    assert policy.calls == ["agree", ("begin", False)] and reference.calls == [["a"]]
+    policy.begin_sync(list, followers, quantizes=False)
+    assert calls == ["agree", ([], None)] and reference.moved == [["a"]]
 
 
 def test_figures_are_handed_out_once_and_a_reset_is_a_fresh_start() -> None:

@@ -52,7 +52,7 @@ def trainer(path: str) -> tuple[Any, Source]:
 
 
 def sent(model: Any, source: Source, stats: SyncStats | None = None) -> list[Any]:
-    source.agree()
+    source.begin_sync(model.named_parameters)
     return list(source.stream(model.named_parameters(), stats or SyncStats()))
 
 
