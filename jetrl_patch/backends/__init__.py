@@ -24,7 +24,7 @@ _CLASSES = {
     "deep_gemm": ("deep_gemm", "DeepGemmBackend"),
     "cublaslt": ("cublaslt", "CublasLtBackend"),
     "te": ("cublaslt", "TeBackend"),
-    "mx": ("mx", "MxBackend"),
+    "mx": ("gpu", "MxBackend"),
 }
 #: what "auto" tries on a GPU, best first; cuBLASLt and TransformerEngine are used only if named
 _PREFERRED = ("deep_gemm", "triton")
