@@ -7,11 +7,12 @@ import contextlib
 import datetime
 import json
 import types
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
 
+from jetrl_patch.patching.patch import constant
 from jetrl_patch.sync.protocol import dtype_name
 
 # ---- A CPU platform for verl: ``torch.cpu``, and no-ops for the memory calls that verl makes -----
@@ -21,26 +22,17 @@ from jetrl_patch.sync.protocol import dtype_name
 _PLENTY = 1 << 34  # result of mem_get_info; verl only compares it with the memory it wants to reserve
 
 
-def _always(value: Any) -> Callable[..., Any]:
-    """Return a method that takes any arguments and returns ``value``."""
-
-    def method(self: Any, *_: Any, **__: Any) -> Any:
-        return value
-
-    return method
-
-
 class CpuDeviceModule(types.ModuleType):
     """Result of ``verl.utils.device.get_torch_device()``: ``torch.cpu``, plus calls that only CUDA has."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
-    is_available = _always(False)  # there is no accelerator
-    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = _always(0)
-    mem_get_info = _always((_PLENTY, _PLENTY))  # free and total bytes
-    get_device_name = _always("CPU")
-    empty_cache = ipc_collect = synchronize = reset_peak_memory_stats = set_device = _always(None)
+    is_available = constant(False)  # there is no accelerator
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = constant(0)
+    mem_get_info = constant((_PLENTY, _PLENTY))  # free and total bytes
+    get_device_name = constant("CPU")
+    empty_cache = ipc_collect = synchronize = reset_peak_memory_stats = set_device = constant(None)
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
@@ -65,21 +57,21 @@ def make_platform(base: type) -> type:
         vendor_name = "cpu"
         device_module = DEVICE_MODULE
 
-        is_available = _always(True)
-        is_platform_available = _always(False)  # chosen by name only, never by detection
-        current_device = _always(torch.device("cpu"))  # verl does x.to(get_device_id())
-        device_count = _always(1)
-        get_device_capability = _always((None, None))
-        communication_backend_name = _always("gloo")
-        visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
-        ray_resource_name = _always("GPU")  # logical: ray.init(num_gpus=N)
-        is_ipc_supported = _always(False)  # verl then transfers weights through shared memory
-        set_device = synchronize = empty_cache = set_allocator_settings = _always(None)
-        profiler_start = profiler_stop = cudart = _always(None)
+        is_available = constant(True)
+        is_platform_available = constant(False)  # chosen by name only, never by detection
+        current_device = constant(torch.device("cpu"))  # verl does x.to(get_device_id())
+        device_count = constant(1)
+        get_device_capability = constant((None, None))
+        communication_backend_name = constant("gloo")
+        visible_devices_envvar = constant("CUDA_VISIBLE_DEVICES")
+        ray_resource_name = constant("GPU")  # logical: ray.init(num_gpus=N)
+        is_ipc_supported = constant(False)  # verl then transfers weights through shared memory
+        set_device = synchronize = empty_cache = set_allocator_settings = constant(None)
+        profiler_start = profiler_stop = cudart = constant(None)
         manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
         nvtx_range = contextlib.nullcontext
-        ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
-        rollout_env_vars = _always({})
+        ray_noset_envvars = constant(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
+        rollout_env_vars = constant({})
 
     return PlatformCPU
 

@@ -21,6 +21,7 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE, Pages, rounded
+from jetrl_patch.patching.patch import constant
 
 # ---- On every device -----------------------------------------------------------------------------
 
@@ -109,6 +110,12 @@ class ExactImpl:
         return output
 
 
+def _described(common: Any) -> dict[str, Any]:
+    """The fields of a step's metadata that both devices have."""
+    found = {name: getattr(common, name) for name in ("num_actual_tokens", "query_start_loc", "seq_lens", "slot_mapping")}
+    return {**found, "block_table": common.block_table_tensor}
+
+
 # ---- On a CPU ------------------------------------------------------------------------------------
 # The backend keeps vLLM's name, scheduler and blocks, but inside a block it has its own layout: the ``KH * BS * 2D`` elements are
 # ``[2, BS, KH, D]``, keys before values, which keeps the keys of a token contiguous. Nothing else reads inside a block, so prefix
@@ -123,18 +130,8 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CPUAttentionMetadata:
         """Describe the step as vLLM does, without a work plan."""
-        common = common_attn_metadata
-        return CPUAttentionMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            scheduler_metadata=None,
-            causal=True,
-        )
+        longest = {name: getattr(common_attn_metadata, name) for name in ("max_query_len", "max_seq_len")}
+        return CPUAttentionMetadata(**_described(common_attn_metadata), **longest, scheduler_metadata=None, causal=True)
 
 
 class ExactCPUAttentionImpl(ExactImpl, CPUAttentionBackendImpl):
@@ -176,18 +173,9 @@ class ExactCPUAttentionImpl(ExactImpl, CPUAttentionBackendImpl):
 class ExactCPUAttentionBackend(CPUAttentionBackend):
     """Replaces vLLM's ``CPU_ATTN`` under the same name."""
 
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return an empty list: every size is supported."""
-        return []
-
-    @staticmethod
-    def get_impl_cls() -> type[ExactCPUAttentionImpl]:
-        return ExactCPUAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[ExactCPUAttentionBuilder]:
-        return ExactCPUAttentionBuilder
+    get_supported_head_sizes = constant([])  # every size
+    get_impl_cls = constant(ExactCPUAttentionImpl)
+    get_builder_cls = constant(ExactCPUAttentionBuilder)
 
 
 # ---- On CUDA -------------------------------------------------------------------------------------
@@ -221,13 +209,7 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
             required, fix = "causal attention over whole contexts", "use align='linear'"
             found = "a cascade" if common_prefix_len else "a mask that is not causal"
             raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix=fix))
-        return ExactCudaMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-        )
+        return ExactCudaMetadata(**_described(common))
 
 
 class ExactCudaAttentionImpl(ExactImpl, TritonAttentionImpl):
@@ -267,17 +249,11 @@ class ExactCudaAttentionBackend(TritonAttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", VLLM_DTYPE]
 
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[ExactCudaAttentionImpl]:
-        return ExactCudaAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[ExactCudaAttentionBuilder]:
-        return ExactCudaAttentionBuilder
+    get_name = constant("CUSTOM")
+    get_impl_cls = constant(ExactCudaAttentionImpl)
+    get_builder_cls = constant(ExactCudaAttentionBuilder)
+    supports_non_causal = supports_rswa = supports_sliding_window = supports_mm_prefix = constant(False)
+    supports_sink = supports_alibi_sqrt = constant(False)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -294,10 +270,3 @@ class ExactCudaAttentionBackend(TritonAttentionBackend):
         from jetrl_patch.backends.capability import LEAST
 
         return (capability.major, capability.minor) >= LEAST
-
-    @classmethod
-    def _no(cls) -> bool:
-        return False
-
-    supports_non_causal = supports_rswa = supports_sliding_window = supports_mm_prefix = _no
-    supports_sink = supports_alibi_sqrt = _no

@@ -14,6 +14,7 @@ from jetrl_patch.adapters.vllm.fixes import unpacked
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.delta_net import delta_net_paged
+from jetrl_patch.patching.patch import constant
 
 
 class ExactOnePlusNorm(GemmaRMSNorm):
@@ -51,9 +52,7 @@ class ExactDeltaNetBuilder(GDNAttentionMetadataBuilder):
 class ExactDeltaNetBackend(GDNAttentionBackend):
     """vLLM's backend with this builder."""
 
-    @staticmethod
-    def get_builder_cls() -> type[ExactDeltaNetBuilder]:
-        return ExactDeltaNetBuilder
+    get_builder_cls = constant(ExactDeltaNetBuilder)
 
 
 class ExactDeltaNet(QwenGatedDeltaNetAttention):

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import MultipleOf
 
 from jetrl_patch.adapters.vllm.attention import ExactCudaAttentionBuilder, ExactCudaMetadata, ExactImpl
 from jetrl_patch.exact import latent, ops
+from jetrl_patch.patching.patch import constant
 
 
 @dataclass
@@ -96,31 +97,12 @@ class ExactLatentBackend(MLACommonBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
 
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_MLA"
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return an empty list: every size is supported."""
-        return []
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return one that divides all: a block of any size is supported."""
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return True
-
-    @staticmethod
-    def get_impl_cls() -> type[ExactLatentImpl]:
-        return ExactLatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[ExactLatentBuilder]:
-        return ExactLatentBuilder
+    get_name = constant("CPU_MLA")
+    get_impl_cls = constant(ExactLatentImpl)
+    get_builder_cls = constant(ExactLatentBuilder)
+    get_supported_head_sizes = constant([])  # every size
+    get_supported_kernel_block_sizes = constant([MultipleOf(1)])  # a block of any size, too
+    supports_block_size = constant(True)
 
 
 class ExactCudaLatentImpl(ExactLatentImpl):
@@ -134,10 +116,5 @@ class ExactCudaLatentImpl(ExactLatentImpl):
 class ExactCudaLatentBackend(ExactLatentBackend):
     """Replaces vLLM's ``TRITON_MLA``. Blocks of 16 or more keys, as vLLM makes them, are read as they are."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[ExactCudaLatentImpl]:
-        return ExactCudaLatentImpl
+    get_name = constant("TRITON_MLA")
+    get_impl_cls = constant(ExactCudaLatentImpl)

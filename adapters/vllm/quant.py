@@ -36,6 +36,7 @@ from jetrl_patch.exact.dispatch import configure
 from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.layers import experts_quantized, is_cut, is_quantized
 from jetrl_patch.patching.journal import Journal
+from jetrl_patch.patching.patch import constant
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -54,6 +55,8 @@ class JetrlQuantConfig(QuantizationConfig):
     """The plugin's settings inside vLLM. vLLM pickles it for every worker. The worker's own settings must be equal."""
 
     _packed: ChainMap[str, list[str]]
+    get_supported_act_dtypes = constant([torch.bfloat16])
+    get_config_filenames = constant([])
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,18 +81,10 @@ class JetrlQuantConfig(QuantizationConfig):
     def get_name(self) -> str:
         return quantization_name(self.config)
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
     def get_min_capability(self) -> int:
         """Return the compute capability that the format needs. vLLM calls it on an instance."""
         assert self.config.format is not None
         return self.config.format.capability
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> JetrlQuantConfig:

@@ -108,6 +108,11 @@ def replacement(body: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     return make
 
 
+def constant(value: Any) -> Any:
+    """A method that returns ``value``, whatever its arguments are: to implement a framework's interface by a table."""
+    return staticmethod(lambda *_, **__: value)
+
+
 def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:
     """``(owner, name, original)`` of ``module.attr``. For a class the original is the raw entry, looked up along the MRO.
 

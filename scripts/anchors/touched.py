@@ -153,8 +153,11 @@ class _Reader:
                     self.found.accepts.setdefault((target, parameters(item)), self.place)
                 first = item.args.args[0].arg if item.args.args else ""
                 self.function(item, {first: f"{base}!{'|'.join(sorted(own))}"} if first in ("self", "cls") else {})
-            else:
-                self.visit(item, {})
+                continue
+            if base and isinstance(item, ast.Assign) and getattr(getattr(item.value, "func", None), "id", "") == "constant":
+                for name in item.targets:  # a method by ``patching.patch.constant``
+                    self.found.optional.setdefault(f"{base}.{ast.unparse(name)}", self.place)
+            self.visit(item, {})
 
     def base(self, node: ast.ClassDef) -> str:
         for expression in node.bases:
