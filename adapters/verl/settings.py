@@ -308,12 +308,6 @@ def adopt(verl_config: Any) -> None:
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
-def check_settled(verl_config: Any, config: Config) -> None:
-    """Raise ConfigError if verl's settings need the pass for old log-probs and it would be skipped: nobody called ``adopt``."""
-    for problem in rollout.old_log_prob_problems(selector(verl_config), config):
-        raise problem
-
-
 def mark(verl_config: Any, config: Config) -> None:
     """Store the plugin's settings in verl's configuration (``rollout.custom``), for each worker to compare with its own."""
     update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
@@ -350,5 +344,6 @@ def _check_again(verl_config: Any) -> None:
     """Repeat the driver's checks in the trainer loop's process, and mark the settings for its workers."""
     config = session.active_config()
     prepare(verl_config, config)
-    check_settled(verl_config, config)
+    for problem in rollout.old_log_prob_problems(selector(verl_config), config):
+        raise problem  # verl's settings need the pass for old log-probs, and nobody called ``adopt``
     mark(verl_config, config)
