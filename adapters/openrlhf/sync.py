@@ -113,7 +113,9 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
             dist.broadcast_object_list(told, src=0)
         source.base.offer(told[0])
     if sends:
-        wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else _group_wire(trainer, orders)
+        by_ray = bool(getattr(trainer.strategy.args.vllm, "sync_with_ray", False))
+        to_group = functools.partial(broadcast, group=trainer._model_update_group, by_ray=by_ray)
+        wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, to_group)
         device = next(model.parameters()).device
         send_all(wire, pack(source.stream(weights, stats), device))
     else:
@@ -188,11 +190,6 @@ def _compare(answers: list[Any], config: Config) -> None:
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
                 "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
             )
-
-
-def _group_wire(trainer: Any, orders: Orders) -> GroupWire:
-    by_ray = bool(getattr(trainer.strategy.args.vllm, "sync_with_ray", False))
-    return GroupWire(orders, functools.partial(broadcast, group=trainer._model_update_group, by_ray=by_ray))
 
 
 def _count_plain(trainer: Any, stats: SyncStats) -> int:

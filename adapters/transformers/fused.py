@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from jetrl_patch.exact import elementwise, ops
 from jetrl_patch.exact.elementwise import passed
 from jetrl_patch.exact.modules import ExactMLP, ExactNorm, swap
-from jetrl_patch.exact.ops import rotate_pair
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.models.families import covering
@@ -243,7 +242,7 @@ def _behavior(kind: type) -> type | None:
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        found = None if more or named else rotate_pair(q, k, cos, sin)
+        found = None if more or named else ops.rotate_pair(q, k, cos, sin)
         return own(q, k, cos, sin, *more, **named) if found is None else found
 
     return type("RotatedTogether", (), {"forward": copied(forward, {_FUNCTION: rotate})})

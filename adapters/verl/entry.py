@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import preset
+from jetrl_patch.patching.patch import watch
 
 
 class PluginFailed(BaseException):
@@ -22,7 +23,7 @@ def activate() -> None:
     Raises PluginFailed with the real error as its cause.
     """
     try:
-        preset.offer()
+        watch("hydra.core.config_store", preset.store)
         if not session.activate_from_env():
             preset.watch_verl()
     except Exception as error:

@@ -78,8 +78,7 @@ def chosen(select: Select, asked: Config) -> Config:
     """Set ``align="linear"`` and ``backend="te"``, which Megatron needs, in the unresolved settings ``asked`` if left open."""
     if not asked.fp8_train or not runs(STRATEGY, select, asked):
         return asked
-    needed = {"align": "linear", "backend": "te"}
-    return asked.replace(**{name: value for name, value in needed.items() if getattr(asked, name) == SETTINGS[name].default})
+    return asked.replace(**{name: value for name, value in NEEDED.items() if getattr(asked, name) == SETTINGS[name].default})
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:

@@ -106,11 +106,6 @@ WATCHES: tuple[Patch, ...] = (
 )
 
 
-def offer() -> None:
-    """Store the presets in Hydra, now or when it is imported."""
-    watch("hydra.core.config_store", store)
-
-
 def watch_verl() -> None:
     """Look for the ``jetrl`` section where verl reads its configuration, for the life of this process."""
     journal = Journal()
