@@ -86,22 +86,46 @@ def per_matrix() -> dict[str, torch.Tensor]:
     return dict(itertools.chain.from_iterable(per_expert(*item) for item in weights().items()))
 
 
+def load_all(layer: Any) -> None:
+    for name, weight in per_matrix().items():
+        load(layer, name, weight)
+
+
+def made_by(own: Experts, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the trainer sends of every matrix in FP8."""
+    made = {f"{NAME}.{name}.weight": matrix.fp8 for name, matrix in own.matrices()}
+    sent = {name: state.quantized(matrices[name]) for name, state in made.items()}
+    return {name: q.q for name, q in sent.items()} | {f"{name}_scale_inv": q.s_blocks for name, q in sent.items()}
+
+
+def tokens(count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and the router's logits."""
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(count, H, generator=g).to(torch.bfloat16), torch.randn(count, E, generator=g).to(dtype)
+
+
+def digests(method: Any, layer: Any) -> dict[str, int]:
+    from jetrl_patch.adapters.vllm.install import _add_weight
+
+    pieces, found = Pieces(), dict[str, int]()
+    for piece in method.pieces(layer):
+        _add_weight(pieces, piece.shard, piece.weight)
+        if piece.scale is not None:
+            method.format.scales.add_to(pieces, piece.shard, piece.scale)
+    for rect in pieces.read():
+        found[rect.name] = (found.get(rect.name, 0) + rect.digest) % 2**64
+    return found
+
+
 @pytest.mark.parametrize("quantized", [False, True], ids=["a BF16 checkpoint", "the trainer's bytes"])
 def test_the_rollout_computes_the_trainers_bits(quantized: bool) -> None:
     layer = empty_layer()
     method, own = method_of(layer), Experts(E, "pow2", "native")
-    states = dict(own.matrices())
-    for name, weight in per_matrix().items():
-        if quantized:
-            made = states[name.removeprefix(f"{NAME}.").removesuffix(".weight")].fp8.quantized(weight)
-            load(layer, name, made.q)
-            load(layer, f"{name}_scale_inv", made.s_blocks)
-        else:
-            load(layer, name, weight)
+    for name, tensor in (made_by(own, per_matrix()) if quantized else per_matrix()).items():
+        load(layer, name, tensor)
     assert method.missing() == [] and method.is_monolithic
     method.process_weights_after_loading(layer)
-    g = torch.Generator().manual_seed(1)
-    x, logits = torch.randn(150, H, generator=g).to(torch.bfloat16), torch.randn(150, E, generator=g).to(torch.bfloat16)
+    x, logits = tokens(150)
     chosen, ids = ops.route(logits, K, True)
     expected = experts_forward(x, *weights().values(), chosen, ids, own)
     assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
@@ -111,8 +135,6 @@ def test_the_rollout_computes_the_trainers_bits(quantized: bool) -> None:
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["left in BF16", "moved by the guard"])
 def test_experts_in_bf16_compute_the_trainers_bits(guarded: bool) -> None:
-    from jetrl_patch.adapters.vllm.install import _add_weight
-
     layer = empty_layer()
     method, own = method_of(layer, quantized=guarded), Experts(E, "pow2", "native")
     own.to_bf16(exact=True)
@@ -121,24 +143,14 @@ def test_experts_in_bf16_compute_the_trainers_bits(guarded: bool) -> None:
     assert {tensor.dtype for tensor in layer.parameters()} == {torch.bfloat16}
     held = {name for name, _ in layer.named_parameters()}
     assert held == set(method.parameters) == {"w13_weight", "w2_weight"} and len(method.missing()) == 3 * E
-    tensors = per_matrix()
-    for name, weight in tensors.items():
-        load(layer, name, weight)
+    load_all(layer)
     assert method.missing() == []
     method.process_weights_after_loading(layer)
-    g = torch.Generator().manual_seed(1)
-    x, logits = torch.randn(150, H, generator=g).to(torch.bfloat16), torch.randn(150, E, generator=g).to(torch.bfloat16)
+    x, logits = tokens(150)
     expected = experts_forward(x, *weights().values(), *ops.route(logits, K, True), own)
     assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
     assert torch.equal(method.apply_monolithic(layer, x[7:8], logits[7:8]), expected[7:8])
-    pieces = Pieces()
-    for piece in method.pieces(layer):
-        assert piece.scale is None
-        _add_weight(pieces, piece.shard, piece.weight)
-    found: dict[str, int] = {}
-    for rect in pieces.read():
-        found[rect.name] = (found.get(rect.name, 0) + rect.digest) % 2**64
-    assert found == {name: digest(weight) for name, weight in tensors.items()}
+    assert digests(method, layer) == {name: digest(weight) for name, weight in per_matrix().items()}
     with pytest.raises(SyncError, match=r"experts\.4\.up_proj\.weight holds NaN or Inf"):
         load(layer, f"{NAME}.4.up_proj.weight", torch.full((I, H), float("inf")))
 
@@ -177,8 +189,7 @@ def test_vllms_own_experts_are_never_run(monkeypatch: pytest.MonkeyPatch, align:
     assert method.get_fused_moe_quant_config(layer) is None  # of which vLLM makes a kernel
     layer.__class__ = torch.nn.Module
     method.create_weights(layer, E, H, I, torch.bfloat16)
-    for name, weight in per_matrix().items():
-        load(layer, name, weight)
+    load_all(layer)
     method.process_weights_after_loading(layer)
     x, logits = torch.randn(3, H).to(torch.bfloat16), torch.randn(3, E)
     chosen, ids = ops.route(logits, K, True)
@@ -208,10 +219,8 @@ def test_on_a_gpu_all_experts_are_passed_at_once(monkeypatch: pytest.MonkeyPatch
 
     layer = empty_layer()
     method, own = method_of(layer), Experts(E, "pow2", "native")
-    for name, weight in per_matrix().items():
-        load(layer, name, weight)
-    g = torch.Generator().manual_seed(1)
-    x, logits = torch.randn(50, H, generator=g).to(torch.bfloat16), torch.randn(50, E, generator=g)
+    load_all(layer)
+    x, logits = tokens(50, torch.float32)
     expected = experts_forward(x, *weights().values(), *ops.route(logits, K, True), own)
     storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
 
@@ -239,22 +248,9 @@ def test_a_gpu_without_grouped_products_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_digests_are_those_of_what_the_trainer_sends() -> None:
     layer = empty_layer()
-    method, pieces, own = method_of(layer), Pieces(), Experts(E, "pow2", "native")
-    for name, weight in per_matrix().items():
-        load(layer, name, weight)
-    from jetrl_patch.adapters.vllm.install import _add_weight
-
-    for piece in method.pieces(layer):
-        _add_weight(pieces, piece.shard, piece.weight)
-        method.format.scales.add_to(pieces, piece.shard, piece.scale)
-    found: dict[str, int] = {}
-    for rect in pieces.read():
-        found[rect.name] = (found.get(rect.name, 0) + rect.digest) % 2**64
-    states = dict(own.matrices())
-    for name, weight in per_matrix().items():
-        made = states[name.removeprefix(f"{NAME}.").removesuffix(".weight")].fp8.quantized(weight)
-        assert found[name] == digest(made.q) and found[f"{name}_scale_inv"] == digest(made.s_blocks)
-    assert len(found) == 2 * 3 * E
+    method, sent = method_of(layer), made_by(Experts(E, "pow2", "native"), per_matrix())
+    load_all(layer)
+    assert digests(method, layer) == {name: digest(tensor) for name, tensor in sent.items()} and len(sent) == 2 * 3 * E
 
 
 def test_a_matrix_that_did_not_arrive_is_named() -> None:
@@ -379,14 +375,9 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypat
         f"{NAME}.down_proj": (torch.randn(count, H, width, generator=g) * 0.07).to(torch.bfloat16),
     }
     matrices = dict(itertools.chain.from_iterable(per_expert(*item) for item in stacked.items()))
-    sent: dict[str, torch.Tensor] = {}
     if not fp8:
         own.to_bf16(exact=True)
-        sent |= matrices
-    for name, state in own.matrices():
-        made = state.fp8.quantized(matrices[f"{NAME}.{name}.weight"])
-        sent |= {f"{NAME}.{name}.weight": made.q, f"{NAME}.{name}.weight_scale_inv": made.s_blocks}
-
+    sent = made_by(own, matrices) if fp8 else matrices
     x, logits = torch.randn(70, H, generator=g).to(torch.bfloat16), torch.randn(70, count, generator=g).to(torch.bfloat16)
     sums, rects = [], []
     monkeypatch.setattr(module, "sum_over_ranks", lambda mine: sums.append(mine) or mine)
