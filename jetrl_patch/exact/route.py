@@ -61,14 +61,18 @@ class _Route(torch.autograd.Function):
         logits_TE, ids_Tk = ctx.saved_tensors
         with torch.enable_grad():
             source = logits_TE.detach().float().requires_grad_()
-            p_TE = source.softmax(-1) if ctx.scale is None else source.sigmoid()
-            chosen = p_TE.gather(-1, ids_Tk)
-            if ctx.renormalize:
-                chosen = chosen / (chosen.sum(-1, keepdim=True) + (0.0 if ctx.scale is None else _TINY))
-            if ctx.scale is not None:
-                chosen = chosen * ctx.scale
-        (found,) = torch.autograd.grad(chosen, source, grad_outputs[0])
+            weights_Tk = weights_of(source, ids_Tk, ctx.renormalize, ctx.scale)
+        (found,) = torch.autograd.grad(weights_Tk, source, grad_outputs[0])
         return found.to(logits_TE.dtype), None, None, None
+
+
+def weights_of(logits_TE: Tensor, ids_Tk: Tensor, renormalize: bool, scale: float | None) -> Tensor:
+    """The weights FP32 [T, k] of these experts by torch's operations, with gradient. ``scale`` is None with a softmax."""
+    logits = logits_TE.float()
+    chosen = (logits.softmax(-1) if scale is None else logits.sigmoid()).gather(-1, ids_Tk)
+    if renormalize:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + (0.0 if scale is None else _TINY))
+    return chosen if scale is None else chosen * scale
 
 
 def _formula(logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None) -> tuple[Tensor, Tensor]:

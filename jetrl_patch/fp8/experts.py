@@ -27,7 +27,8 @@ from torch import Tensor
 
 from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.quantize import Quantized, dequantize_activation
-from jetrl_patch.exact.elementwise import silu_mul
+from jetrl_patch.exact.dispatch import implementation
+from jetrl_patch.exact.elementwise import silu_mul, silu_mul_gradients
 from jetrl_patch.fp8.grouped import Gradients, Saved, Stacks, grouped_backward, run_grouped
 from jetrl_patch.fp8.linear import Fp8State, backward_pass
 from jetrl_patch.fp8.mixture import (
@@ -252,7 +253,8 @@ def _backward(
         dweights_Tk[tokens, slots] = (u_nI * dequantize_activation(*h)).sum(-1)
         if ddown is not None:
             ddown[expert] = backend.wgrad((weight_n1 * dy_nH).to(torch.bfloat16), h, ddown.dtype)
-        da_nI, db_nI = _through_activation(a_nI, b_nI, (weight_n1 * u_nI).to(torch.bfloat16))
+        dh_nI, triton = (weight_n1 * u_nI).to(torch.bfloat16), implementation(a_nI) == "triton"
+        da_nI, db_nI = silu_mul_gradients(a_nI, b_nI, dh_nI, (a_nI.dtype, b_nI.dtype), triton)
         if dab_PF is not None:
             dab_PF[at, :I], dab_PF[at, I:] = da_nI, db_nI
         if dx is not None:
@@ -263,14 +265,6 @@ def _backward(
             dgate_up[expert, :I] = backend.wgrad(da_nI, own_x, dgate_up.dtype)
             dgate_up[expert, I:] = backend.wgrad(db_nI, own_x, dgate_up.dtype)
     return Gradients(None if dx is None else dx.to(wanted[0]), dgate_up, ddown, dweights_Tk, dab_PF)
-
-
-def _through_activation(a_nI: Tensor, b_nI: Tensor, dh_nI: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        a, b = a_nI.detach().requires_grad_(), b_nI.detach().requires_grad_()
-        h = silu_mul(a, b)
-    da, db = torch.autograd.grad(h, (a, b), dh_nI)
-    return da, db
 
 
 def experts_forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -176,10 +176,8 @@ def weighted_sums(
 #
 # Shape legend: T tokens, k experts per token, P = T * k pairs, H hidden size, I intermediate size, n rows.
 
-class Watch(Protocol):
-    """Takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values."""
-
-    def __call__(self, kind: str, part: Part, experts_P: Tensor, take: Callable[[Tensor], Tensor], /) -> None: ...
+#: takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values
+Watch = Callable[[str, Part, Tensor, Callable[[Tensor], Tensor]], None]
 
 
 class Watched:

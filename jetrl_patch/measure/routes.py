@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.exact.route import weights_of
 from jetrl_patch.fp8.convert import expert_modules
 from jetrl_patch.models.families import FAMILIES
 
@@ -94,9 +95,6 @@ class Recorder:
 # change, so a load-balancing loss sees the trainer's own. A token for which both sides chose the same set of experts, and a token
 # without routes, keeps the trainer's order, and with it the bits of a pass without replay.
 
-#: families with sigmoid scores add it to the sum of the chosen scores, which may be zero
-_TINY = 1e-20
-
 
 class Replay:
     """Replays routes in a trainer's model. Create it before FSDP wraps the model.
@@ -162,8 +160,4 @@ class Replay:
 def _weights(owner: Any, logits_NE: Tensor, ids_Nk: Tensor) -> Tensor:
     """The weights [N, k] that a router or block of transformers would give these experts."""
     scale = getattr(owner, "routed_scaling_factor", None)  # only models with sigmoid scores have it
-    p_NE = nn.functional.softmax(logits_NE, dim=-1, dtype=torch.float32) if scale is None else logits_NE.sigmoid()
-    chosen_Nk = p_NE.gather(-1, ids_Nk)
-    if getattr(owner, "norm_topk_prob", True):
-        chosen_Nk = chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + (0.0 if scale is None else _TINY))
-    return chosen_Nk if scale is None else chosen_Nk * scale
+    return weights_of(logits_NE, ids_Nk, getattr(owner, "norm_topk_prob", True), scale)
