@@ -28,7 +28,7 @@ from jetrl_patch.errors import VersionError
 from jetrl_patch.native import machine as support
 from jetrl_patch.patching import guards, patch
 from jetrl_patch.trainer import record
-from tests.models import config_of
+from tests.doctor import judged
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
 from tests.openrlhf.run_openrlhf import make_task as openrlhf_task
 from tests.verl.run_verl import command as verl_command
@@ -39,26 +39,15 @@ R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    config_of("qwen3").save_pretrained(path)
-    for name in ("model.safetensors", "tokenizer.json", "train.parquet", "prompts.jsonl", "reward.py"):
-        (path / name).touch()
-    return path
+    return judged.furnish(tmp_path_factory.mktemp("model"))
 
 
 def verl(model: Path, *extra: str) -> list[str]:
-    data = [f"data.{name}_files={model}/train.parquet" for name in ("train", "val")]
-    gpus = ["trainer.n_gpus_per_node=1", "+ray_kwargs.ray_init.num_gpus=1", "algorithm.adv_estimator=grpo"]
-    return [sys.executable, "-m", "verl.trainer.main_ppo", f"{M}.path={model}", f"{R}.name=vllm", *data, *gpus, *extra]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *judged.verl(model, *extra, gpus=1)]
 
 
 def openrlhf(model: Path, *extra: str) -> list[str]:
-    return [
-        "jetrl", "openrlhf", "--fp8-unified", "--actor.model_name_or_path", str(model), "--vllm.num_engines", "1",
-        "--reward.remote_url", f"{model}/reward.py", "--algo.advantage.estimator", "group_norm",
-        "--data.prompt_dataset", f"{model}/prompts.jsonl", "--rollout.n_samples_per_prompt", "4",
-        "--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1", *extra,
-    ]  # fmt: skip
+    return ["jetrl", "openrlhf", "--fp8-unified", *judged.openrlhf(model, *extra, gpus=1)]
 
 
 def doctor(*words: str, status: int | None = None) -> dict[str, Any]:

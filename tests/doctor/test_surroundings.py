@@ -15,7 +15,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.native import machine
 from jetrl_patch.trainer import preflight
 from jetrl_patch.trainer.rules import Check, Report
-from tests.doctor.judged import judge
+from tests.doctor.judged import furnish, judge, openrlhf, verl
 from tests.models import config_of
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -25,29 +25,7 @@ BF16 = Config(precision="bf16")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that looks complete, data and a reward."""
-    path = tmp_path_factory.mktemp("place")
-    config_of("qwen3").save_pretrained(path)
-    for name in ("model.safetensors", "tokenizer.json", "train.parquet", "prompts.jsonl", "reward.py"):
-        (path / name).touch()
-    return path
-
-
-def verl(place: Path, *extra: str) -> list[str]:
-    return [
-        f"{MODEL}.path={place}", f"{ROLLOUT}.name=vllm", f"data.train_files={place}/train.parquet",
-        f"data.val_files={place}/train.parquet", "trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.num_gpus=2",
-        "algorithm.adv_estimator=grpo", *extra,
-    ]  # fmt: skip
-
-
-def openrlhf(place: Path, *extra: str) -> list[str]:
-    return [
-        "--actor.model_name_or_path", str(place), "--vllm.num_engines", "1", "--reward.remote_url", f"{place}/reward.py",
-        "--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "4",
-        "--data.prompt_dataset", f"{place}/prompts.jsonl", "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2",
-        *extra,
-    ]  # fmt: skip
+    return furnish(tmp_path_factory.mktemp("place"))
 
 
 def starts(checks: list[Check]) -> bool | None:
