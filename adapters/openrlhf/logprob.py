@@ -191,10 +191,8 @@ def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: 
     first = batch.first
     if batch.packed is not None:
         first = packed(first, batch.packed, labels.numel())
-    tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
-    edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
-    if WORKER.placeholders:
-        edit = never(_on(WORKER.placeholders, logits.device), edit)
+    stop = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
+    edit = edit_of(first.flatten(), *(_on(tokens, logits.device) for tokens in (stop, WORKER.placeholders)))
     return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
 
@@ -217,25 +215,19 @@ def packed(values: Any, mask: Any, tokens: int) -> Any:
     return values.flatten()[order[:tokens]]
 
 
-def ban_at(first: Any, tokens: Any) -> Any:
-    """Return an edit of logits [rows, V] for ``token_log_probs`` that bans ``tokens`` in the rows that ``first`` [T] marks."""
+def edit_of(first: Any, stop: Any, placeholders: Any) -> Any:
+    """Return an edit of logits [rows, V] for ``token_log_probs``; None if there is no token of either kind.
+
+    It bans ``stop`` in the rows that ``first`` [T] marks, and lowers the logits of ``placeholders`` as the rollout does
+    (``vision.never_samples``).
+    """
     import torch
 
     def edit(block: Any, rows: slice) -> Any:
-        kept = torch.where(first[rows, None], BANNED, block[:, tokens])
-        return block.index_copy(1, tokens, kept)
+        block = block.index_copy(1, stop, torch.where(first[rows, None], BANNED, block[:, stop]))
+        return block.index_copy(1, placeholders, block[:, placeholders] + NEVER) if placeholders.numel() else block
 
-    return edit
-
-
-def never(tokens: Any, edit: Any) -> Any:
-    """Return an edit that does ``edit`` and lowers the logits of ``tokens`` as the rollout does (``vision.never_samples``)."""
-
-    def both(block: Any, rows: slice) -> Any:
-        block = block if edit is None else edit(block, rows)
-        return block.index_copy(1, tokens, block[:, tokens] + NEVER)
-
-    return both
+    return edit if stop.numel() or placeholders.numel() else None
 
 
 @functools.lru_cache(maxsize=8)
