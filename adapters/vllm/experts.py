@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 #
 # vLLM adds a rank's routed and shared experts in BF16 and then sums over the ranks. The trainer sums each of them over the ranks
 # and rounds once before it adds them. So in exact mode the experts method and ``ExactRowParallelLinear`` add the ranks' FP32
-# sums: the down projection of shared experts gets a reduction, and the runner loses its own.
+# sums: the down projection of shared experts gets a reduction, and the runner loses its own. Two sums at the same time would share
+# the buffers and flags of vLLM's custom all-reduce, so shared experts then lose the CUDA stream on which they run beside the
+# routed ones.
 #
 # vLLM's runner also multiplies the rounded sum over the routed experts by the model's factor, if it has one. The trainer
 # multiplies the routing weights in FP32 and rounds the sum once. So in exact mode the factor moves to the experts method.
@@ -80,9 +82,12 @@ def finish(model: torch.nn.Module) -> None:
         if module.routed_experts.scoring_func == "sigmoid":
             method.scale *= module.routed_scaling_factor
             module.routed_scaling_factor = 1.0
-        for layer in module.shared_experts.modules() if module.shared_experts is not None else ():
+        shared: Any = module.shared_experts
+        for layer in shared.modules() if shared is not None else ():
             if isinstance(layer, RowParallelLinear):
                 layer.reduce_results = True
+        if shared is not None and method.split.ranks > 1:
+            shared._stream = None
 
 
 # ---- The experts method --------------------------------------------------------------------------

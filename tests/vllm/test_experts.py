@@ -408,6 +408,37 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypat
 
 
 @pytest.mark.pins
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_over_ranks_never_run_on_two_streams(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU vLLM computes shared experts beside the routed ones. In exact mode both add over the ranks."""
+    from vllm.model_executor.layers.fused_moe.runner import shared_experts
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, finish
+
+    monkeypatch.setattr(shared_experts, "aux_stream", lambda: "a stream")
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    is_cuda = SimpleNamespace(is_cuda=lambda: True, is_cuda_alike=lambda: True)
+    monkeypatch.setattr(shared_experts, "current_platform", is_cuda)
+    layer = empty_layer(tp_size=ranks)
+    layer.moe_config.moe_parallel_config.use_fi_nvl_two_sided_kernels = False
+    layer.quant_method = QuantizedExpertsMethod(active_config(), layer, NAME)
+    runner = MoERunner.__new__(MoERunner)
+    torch.nn.Module.__init__(runner)
+    runner.routed_experts = layer
+    shared = shared_experts.SharedExperts(
+        torch.nn.Module(), moe_config=layer.moe_config, enable_dbo=False, mk_can_overlap_shared_experts=lambda: False
+    )
+    runner._shared_experts = shared
+    decoded, order = torch.zeros(1, H), shared_experts.SharedExpertsOrder
+    assert shared._determine_shared_experts_order(decoded) == order.MULTI_STREAM_OVERLAPPED
+    for _ in range(2):
+        finish(runner)
+        found = shared._determine_shared_experts_order(decoded)
+        assert found == (order.MULTI_STREAM_OVERLAPPED if ranks == 1 else order.NO_OVERLAP)
+
+
+@pytest.mark.pins
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_routers_of_newer_mixtures_have_the_trainers_logits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.31 and later build them as ``GateLinear``, with an FP32 weight where a sigmoid scores the experts."""
