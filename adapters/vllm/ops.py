@@ -77,7 +77,10 @@ class ExactSiluAndMul(SiluAndMul):
 
 
 def _table(rotary: RotaryEmbeddingBase) -> torch.Tensor:
-    """``[2, P, D/2]`` BF16: cosines, then sines, each contiguous. Raises ModelError for another embedding than the trainer's."""
+    """``[2, P, D/2]`` BF16: cosines, then sines, each contiguous, on the device where vLLM builds the model.
+
+    Raises ModelError for another embedding than the trainer's.
+    """
     model = get_current_vllm_config().model_config
     frequencies = ops.rope_frequencies(model.hf_text_config)
     width, halves = 2 * frequencies.shape[0], not has_latent_attention(model.hf_text_config)
@@ -86,7 +89,8 @@ def _table(rotary: RotaryEmbeddingBase) -> torch.Tensor:
         found = f"rotary_dim={rotary.rotary_dim}, neox={rotary.is_neox_style}"
         raise ModelError(explain("align='exact' in vLLM", required=required, found=found, fix="use align='linear'"))
     positions = max(rotary.max_position_embeddings, model.max_model_len)
-    return torch.stack(ops.rotary_table(frequencies, positions, ops.rope_magnitude(model.hf_text_config)))
+    table = torch.stack(ops.rotary_table(frequencies, positions, ops.rope_magnitude(model.hf_text_config)))
+    return table.to(torch.get_default_device())  # a first step that moved the buffer would move what captured graphs read
 
 
 def _turn(

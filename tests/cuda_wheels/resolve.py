@@ -73,6 +73,11 @@ def built(engine: Any) -> Any:
         return initialize_model(engine)
 
 
+def elsewhere(model: Any) -> list[str]:
+    """The parameters and buffers that are not on the model's device. Captured graphs could not keep their addresses."""
+    return sorted(name for held in (model.named_parameters(), model.named_buffers()) for name, t in held if not t.is_meta)
+
+
 def kinds(engine: Any) -> dict[str, Any]:
     """The layers with a cache: class, implementation and backend. And the modules that would use a kernel of vLLM's own."""
     from vllm.config import set_current_vllm_config
@@ -88,7 +93,7 @@ def kinds(engine: Any) -> dict[str, Any]:
         for layer in cached
     ]
     own = Counter(name for module in model.modules() for name in _OWN_KERNELS if getattr(module, name, False))
-    return {"layers": dict(Counter(names)), "own kernels": dict(own)}
+    return {"layers": dict(Counter(names)), "own kernels": dict(own), "elsewhere": elsewhere(model)}
 
 
 def layers(engine: Any) -> dict[str, Any]:
@@ -99,7 +104,8 @@ def layers(engine: Any) -> dict[str, Any]:
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     with set_current_vllm_config(engine):
-        modules = list(built(engine).modules())
+        model = built(engine)
+        modules = list(model.modules())
         attention = next(module for module in modules if isinstance(module, Attention))
         spec = next(iter(get_kv_cache_spec(engine).values()))
         cache = torch.zeros(cache_shape(attention, spec, engine), dtype=torch.uint8).view(spec.dtype)
@@ -112,6 +118,7 @@ def layers(engine: Any) -> dict[str, Any]:
         "block": spec.block_size,
         "page bytes": spec.page_size_bytes,
         "cache bytes": cache.nbytes // _BLOCKS,
+        "elsewhere": elsewhere(model),
         "pages": [list(view.shape) for view in pages(cache)] if pages else None,
     }
 

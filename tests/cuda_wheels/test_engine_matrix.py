@@ -155,6 +155,12 @@ def test_other_attention_in_exact_mode(version: str, name: str) -> None:
     assert (found["eager"], found["graphs"]) == ((False, "FULL_DECODE_ONLY") if latent else (True, "NONE"))
 
 
+@pytest.mark.parametrize("name", [name for name, case in (CASES | OTHERS).items() if on_gpus(case) == 1])
+def test_a_model_is_built_on_its_device(version: str, name: str) -> None:
+    """A buffer that moves there in the first step is no longer where a weight sync into captured graphs expects it."""
+    assert resolved(version)[name].get("elsewhere", []) == []
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(version: str, name: str) -> None:
     _, error, words = REFUSED[name]

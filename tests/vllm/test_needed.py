@@ -94,6 +94,8 @@ def test_the_rotary_embedding_rounds_otherwise_without_us(vllm_config: Any) -> N
     ours = ExactRotaryEmbedding(*arguments)(positions, query.clone(), query.clone())[0]
     assert not torch.equal(stock, ours)
     assert torch.allclose(stock.float(), ours.float(), atol=0.05)
+    with torch.device("meta"):  # vLLM builds a model for a GPU within the GPU's device
+        assert [kind(*arguments).cos_sin_cache.device.type for kind in (RotaryEmbedding, ExactRotaryEmbedding)] == ["meta"] * 2
 
 
 def test_a_cpu_misreads_queries_of_three_dimensions_without_us(vllm_config: Any) -> None:
