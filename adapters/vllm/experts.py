@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 #
 # vLLM adds a rank's routed and shared experts in BF16 and then sums over the ranks. The trainer sums each of them over the ranks
 # and rounds once before it adds them. So in exact mode the experts method and ``ExactRowParallelLinear`` add the ranks' FP32
-# sums: the down projection of shared experts gets a reduction, and the runner loses its own. Two sums at the same time would share
-# the buffers and flags of vLLM's custom all-reduce, so shared experts then lose the CUDA stream on which they run beside the
-# routed ones.
+# sums: the down projection of shared experts gets a reduction, and the runner loses its own. On a GPU vLLM computes shared
+# experts beside the routed ones, on a second stream. Two sums at a time would use the same buffers and flags of vLLM's custom
+# all-reduce, so with several ranks there is no second stream.
 #
 # vLLM's runner also multiplies the rounded sum over the routed experts by the model's factor, if it has one. The trainer
 # multiplies the routing weights in FP32 and rounds the sum once. So in exact mode the factor moves to the experts method.
