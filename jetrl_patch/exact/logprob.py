@@ -273,64 +273,88 @@ def _kernel_takes(logits: Tensor) -> bool:
 #
 # for t rows at a time, and again in the backward pass. Here z comes from the run's own head, and l from the single definition of
 # a token's log-prob. In both, rows are independent, so the results do not depend on t.
+#
+# The backward pass computes z for a block of many chunks and overwrites it, chunk by chunk, with its gradient. Each block adds to
+# dW [V, K] once. That moves up to 12 bytes per element, as many for 512 rows as for thousands.
 
-#: number of rows whose logits exist at the same time
-ROWS = 512
+#: number of rows whose logits exist in FP32 at the same time, and bytes of a block of logits in the backward pass
+ROWS, LOGIT_BYTES = 512, 1 << 30
+
+#: (hidden states [t, K], weight [V, K]) -> logits [t, V], differentiable; what it saves for its gradient is not the result
+LogitsOf = Callable[[Tensor, Tensor], Tensor]
+
+
+def _scored(logits_tV: Tensor, labels_t: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of labels, and entropies, FP32 [t]."""
+    logits_tV = logits_tV.float()
+    every_tV = log_softmax(logits_tV, divisor(temperature, logits_tV))
+    return pick(every_tV, labels_t), -(every_tV.exp() * every_tV).sum(-1)
+
+
+def _differentiate(z_tV: Tensor, labels_t: Tensor, temperature: float | Tensor, grads: Sequence[Tensor | None]) -> None:
+    """Overwrite logits with their gradient, from those of ``_scored``."""
+    logits, alone = z_tV.detach().requires_grad_(), grads[1] is None and _kernel_takes(z_tV)
+    with torch.enable_grad():
+        if alone:  # without entropies a kernel does it in one pass
+            outputs = token_log_probs(logits, labels_t, temperature, reuse=True), None
+        else:
+            outputs = _scored(logits, labels_t, temperature)
+    given = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    (found,) = torch.autograd.grad([out for out, _ in given], logits, [grad for _, grad in given])
+    if not alone:
+        z_tV.copy_(found)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, score: Callable[..., tuple[Tensor, Tensor]], rows: int
+        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, logits_of: LogitsOf, temperature: float | Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_TK, w_VK, labels_T)
-        ctx.score, ctx.rows = score, rows
-        parts = [score(h, w_VK, labels) for h, labels in zip(h_TK.split(rows), labels_T.split(rows), strict=True)]
-        chosen, entropies = zip(*parts, strict=True)
+        ctx.logits_of, ctx.temperature, ctx.rows = logits_of, temperature, rows
+        pieces = zip(h_TK.split(rows), labels_T.split(rows), strict=True)
+        chosen, entropies = zip(*(_scored(logits_of(h, w_VK), labels, temperature) for h, labels in pieces), strict=True)
         return torch.cat(chosen), torch.cat(entropies)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         h_TK, w_VK, labels_T = ctx.saved_tensors
         wants_h, wants_w = ctx.needs_input_grad[:2]
         dh = torch.empty_like(h_TK) if wants_h else None
-        dw = torch.zeros(w_VK.shape, dtype=torch.float32, device=w_VK.device) if wants_w else None
-        for start in range(0, h_TK.shape[0], ctx.rows):
-            piece = slice(start, start + ctx.rows)
+        dw: Tensor | None = None
+        block = max(1, LOGIT_BYTES // (2 * w_VK.shape[0] * ctx.rows)) * ctx.rows
+        for start in range(0, h_TK.shape[0], block):
+            part = slice(start, min(start + block, h_TK.shape[0]))
             with torch.enable_grad():
-                h, w = h_TK[piece].detach().requires_grad_(wants_h), w_VK.detach().requires_grad_(wants_w)
-                outputs = ctx.score(h, w, labels_T[piece])
-            given = [(out, grad[piece]) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
-            sources = [tensor for tensor in (h, w) if tensor.requires_grad]
-            found = list(torch.autograd.grad([out for out, _ in given], sources, [grad for _, grad in given]))
+                h, w = h_TK[part].detach().requires_grad_(wants_h), w_VK.detach().requires_grad_(wants_w)
+                z_tV = ctx.logits_of(h, w)
+            dz_tV = z_tV.data  # autograd need not know that it changes
+            for first in range(0, dz_tV.shape[0], ctx.rows):
+                at = slice(start + first, min(start + first + ctx.rows, part.stop))
+                grads = [None if grad is None else grad[at] for grad in grad_outputs]
+                _differentiate(dz_tV[first : first + ctx.rows], labels_T[at], ctx.temperature, grads)
+            found = list(torch.autograd.grad(z_tV, [tensor for tensor in (h, w) if tensor.requires_grad], dz_tV))
             if dh is not None:
-                dh[piece] = found.pop(0)
-            if dw is not None:  # FP32, because a BF16 sum would round after each chunk
-                dw += found.pop(0)
-        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None
+                dh[part] = found.pop(0)
+            if wants_w:  # FP32, because a BF16 sum would round after each block
+                dw = found.pop(0) if dw is None else dw.float().add_(found.pop(0))
+        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None, None
 
 
 def chunked_log_probs(
     hidden: Tensor,
     w_VK: Tensor,
     labels: Tensor,
-    logits_of: Callable[[Tensor, Tensor], Tensor],
+    logits_of: LogitsOf,
     temperature: float | Tensor = 1.0,
     rows: int = ROWS,
 ) -> tuple[Tensor, Tensor]:
     """FP32 log-probs of ``labels`` [...] and entropies [...], from hidden states [..., K] and the head's weight [V, K].
 
     Args:
-        logits_of: (hidden states [t, K], weight [V, K]) -> logits [t, V], differentiable.
         temperature: one number for all rows.
         rows: t. The results do not depend on it if the rows of ``logits_of`` are independent.
     """
-
-    def score(h_tK: Tensor, weight: Tensor, labels_t: Tensor) -> tuple[Tensor, Tensor]:
-        logits_tV = logits_of(h_tK, weight).float()
-        every_tV = log_softmax(logits_tV, divisor(temperature, logits_tV))
-        return pick(every_tV, labels_t), -(every_tV.exp() * every_tV).sum(-1)
-
-    chosen, entropy = _Chunked.apply(hidden.reshape(-1, hidden.shape[-1]), w_VK, labels.reshape(-1), score, rows)
+    chosen, entropy = _Chunked.apply(hidden.reshape(-1, hidden.shape[-1]), w_VK, labels.reshape(-1), logits_of, temperature, rows)
     return chosen.view(labels.shape), entropy.view(labels.shape)

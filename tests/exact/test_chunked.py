@@ -45,8 +45,10 @@ def test_a_batch_keeps_its_shape(given):
     assert torch.equal(log_probs.view(36), flat)
 
 
+@pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
-def test_gradients_are_those_of_whole_logits(given, uses):
+def test_gradients_are_those_of_whole_logits(given, uses, block, monkeypatch):
+    monkeypatch.setattr(logprob, "LOGIT_BYTES", 2 * V * block)
     found = []
     for chunked in (True, False):
         hidden, weight, labels = given[0].clone().requires_grad_(), given[1].clone().requires_grad_(), given[2]
@@ -58,6 +60,8 @@ def test_gradients_are_those_of_whole_logits(given, uses):
         sum((out * torch.linspace(-1, 1, T)).sum() for out in chosen).backward()
         found.append((hidden.grad, weight.grad))
     (dh, dw), (dh_whole, dw_whole) = found
+    if block > T:
+        assert torch.equal(dh, dh_whole) and torch.equal(dw, dw_whole)
     assert sqnr(dh, dh_whole) > SQNR_GEMM and sqnr(dw, dw_whole) > SQNR_GEMM  # ordinary products of other heights
 
 
@@ -65,6 +69,21 @@ def test_a_frozen_head_gets_no_gradient(given):
     hidden, weight, labels = given[0].requires_grad_(), given[1], given[2]
     chunked_log_probs(hidden, weight, labels, ops.linear, rows=8)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+def test_a_block_adds_to_the_weights_gradient_once(monkeypatch):
+    """On a GPU: 16 chunks in 2 blocks, each with a product for the hidden states and one for the weight, and one addition."""
+    counter = pytest.importorskip("benchmarks.counted.counter")
+    monkeypatch.setattr(logprob, "LOGIT_BYTES", 2 * V * 64)
+    with counter.hopper(), counter.Counter() as counted:
+        x, w = (torch.empty(rows, K, dtype=torch.bfloat16, device="meta", requires_grad=True) for rows in (128, V))
+        log_probs, _ = chunked_log_probs(x, w, torch.empty(128, dtype=torch.int64, device="meta"), ops.linear, rows=8)
+        forward = len(counted.launches)
+        log_probs.sum().backward()
+    backward = [launch.name for launch in counted.launches[forward:]]
+    assert {name: backward.count(name) for name in ("bf16_gemm_kernel", "mm", "add_", "log_prob_backward_kernel", "exp")} == {
+        "bf16_gemm_kernel": 2, "mm": 4, "add_": 1, "log_prob_backward_kernel": 16, "exp": 0,
+    }  # fmt: skip
 
 
 # ---- lm_head in FP32 -----------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 import triton
 
-from jetrl_patch.exact import dispatch, logprob
-from jetrl_patch.exact.logprob import token_log_probs
+from jetrl_patch.exact import dispatch, logprob, ops
+from jetrl_patch.exact.logprob import chunked_log_probs, token_log_probs
 from jetrl_patch.kernels.head import LOGPROB_COLUMNS
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
@@ -117,6 +117,24 @@ def test_logits_that_are_not_finite(dtype):
     assert torch.equal(ours.grad.isnan(), theirs.grad.isnan()) and ours.grad[4:].isnan().all()
     assert near(ours.grad[:4], in_fp64(logits[:4], labels[:4], 1.0, grad[:4])[1])
     assert not ours.grad[1, 7] and ours.grad[2, 9] == grad[2].to(dtype)
+
+
+@pytest.mark.parametrize("head", [ops.linear, ops.head_linear_fp32])
+def test_chunks_of_hidden_states_without_entropies(head, monkeypatch):
+    """The kernel overwrites a block of logits, whose gradient then goes on to the hidden states and the head."""
+    monkeypatch.setattr(logprob, "LOGIT_BYTES", 2 * 300 * 16)
+    _, labels, grad = inputs(20, 300)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 32, generator=generator).to(BF16) for rows in (20, 300))
+    found = []
+    for rows in (5, 0):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        alone = token_log_probs(head(h, w), labels, 0.7) if rows == 0 else chunked_log_probs(h, w, labels, head, 0.7, rows)[0]
+        alone.backward(grad)
+        found.append((alone, h.grad, w.grad))
+    (ours, *gradients), (theirs, *expected) = found
+    assert torch.equal(ours, theirs) and torch.equal(gradients[0], expected[0])
+    assert sqnr(gradients[1], expected[1].float()) > SQNR_GEMM
 
 
 def test_float16_and_columns_that_are_strided_take_torchs_operations():
