@@ -90,14 +90,16 @@ def finish_model(worker: Any) -> None:
 def rank_sizes(vllm_config: VllmConfig) -> Any:
     """Return the ``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text: Any = model.hf_text_config
+    width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size  # a mixture may have no dense MLP
     return trial.Sizes(
         hidden=model.get_hidden_size(),
-        intermediate=model.hf_text_config.intermediate_size // parallel.tensor_parallel_size,
+        intermediate=width // parallel.tensor_parallel_size,
         heads=model.get_num_attention_heads(parallel),
         kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
         vocab=model.get_vocab_size(),
-        latent=model.hf_text_config.kv_lora_rank if has_latent_attention(model.hf_config) else 0,
+        latent=text.kv_lora_rank if has_latent_attention(model.hf_config) else 0,
     )
 
 

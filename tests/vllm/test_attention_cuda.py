@@ -28,6 +28,8 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, ModelError
 from jetrl_patch.exact import ops
+from jetrl_patch.models.families import covering
+from jetrl_patch.models.structure import has_delta_nets
 from tests.models import config_of
 
 BF16 = torch.bfloat16
@@ -355,6 +357,24 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
     assert (half.intermediate, half.heads, half.kv_heads) == tuple(
         n // 2 for n in (hf.intermediate_size, hf.num_attention_heads, hf.num_key_value_heads)
     )
+
+
+@pytest.mark.parametrize("model_type", covering("exact"))
+def test_the_trial_finds_the_sizes_of_every_family(model_type: str) -> None:
+    """``worker.try_ops`` reads them on a GPU alone."""
+    hf = config_of(model_type)
+    text = hf.get_text_config()
+    counts = {"num_attention_heads": 4, "num_kv_heads": 2, "head_size": 64, "hidden_size": 256, "vocab_size": 512}
+    model = SimpleNamespace(hf_config=hf, hf_text_config=text, **{
+        f"get_{name}": lambda *parallel, count=count: count for name, count in counts.items()
+    })  # fmt: skip
+    engine: Any = SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    found = worker.rank_sizes(engine)
+    assert found.intermediate and all(isinstance(size, int) for size in found)
+    if has_delta_nets(hf):
+        assert all(worker.delta_net_sizes(engine))
+    vision = getattr(hf, "vision_config", None)
+    assert vision is None or vision.hidden_size % vision.num_heads == 0
 
 
 @pytest.mark.usefixtures("on_cuda")
