@@ -31,7 +31,7 @@ from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
 from jetrl_patch.models.families import LLAMA_LIKE, Family, family_of
-from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.models.structure import expert_sizes, has_delta_nets, has_latent_attention
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
@@ -91,7 +91,8 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
     """Return the ``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text: Any = model.hf_text_config
-    width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size  # a mixture may have no dense MLP
+    _, width = expert_sizes(model.hf_config) or (0, 0)
+    width = getattr(text, "intermediate_size", width)  # a mixture may have no dense MLP
     return trial.Sizes(
         hidden=model.get_hidden_size(),
         intermediate=width // parallel.tensor_parallel_size,
