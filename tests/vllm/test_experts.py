@@ -416,6 +416,7 @@ def test_sums_over_ranks_never_run_on_two_streams(ranks: int, monkeypatch: pytes
 
     from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, finish
 
+    monkeypatch.delenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", raising=False)  # which vLLM sets on a CPU
     monkeypatch.setattr(shared_experts, "aux_stream", lambda: "a stream")
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
     is_cuda = SimpleNamespace(is_cuda=lambda: True, is_cuda_alike=lambda: True)
