@@ -49,6 +49,10 @@ DROP = (
 #: in a compiled FlashAttention-3 kernel: head width and dtype
 FA3 = re.compile(rb"Li(\d+)ENS_\d+(bfloat16_t|half_t|float_e4m3_t)EfNS_4arch4Sm90")
 KERNELS = {(width, b"bfloat16_t") for width in (b"64", b"128")}
+#: names of kernels, in whose files no kernel is for dense models in BF16 or FP8
+UNUSED = (b"paged_attention_v", b"6marlin6Marlin", b"selective_scan", b"_w4a8_", b"_q_gemm_", b"fp32_router_gemm")
+#: how compressed device code begins, and what reads it: PyPI's zstandard, which the packer gets for itself
+ZSTD, ZSTANDARD = b"\x28\xb5\x2f\xfd", "zstandard==0.25.0"
 #: with a large dictionary, because ray's libraries repeat each other
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 192 << 20}]
 FATBIN, MACHINE_CODE, SM_90 = 0xBA55ED50, 2, 90
@@ -111,9 +115,10 @@ def strip(elf: bytearray, name: str) -> tuple[int, int]:
     kept = 0
     for entry in code:
         keep = entry.kind == MACHINE_CODE and entry.arch == SM_90
-        if keep and "_vllm_fa3_C" in name:
-            kernels = set(FA3.findall(elf, entry.offset, entry.offset + entry.size))
-            keep = not kernels or bool(kernels & KERNELS)
+        if keep:
+            text = expanded(bytes(elf[entry.offset : entry.offset + entry.size]))
+            kernels = set(FA3.findall(text)) if "_vllm_fa3_C" in name else set()
+            keep = (not kernels or bool(kernels & KERNELS)) and not any(word in text for word in UNUSED)
         if keep:
             kept += entry.size
         else:
@@ -125,8 +130,20 @@ def strip(elf: bytearray, name: str) -> tuple[int, int]:
     return sum(entry.size for entry in code), kept
 
 
+def expanded(code: bytes) -> bytes:
+    """The machine code of an entry, which may be compressed."""
+    if not code.startswith(ZSTD):
+        return code
+    import zstandard
+
+    found: bytes = zstandard.ZstdDecompressor().decompressobj().decompress(code)  # padding may follow
+    return found
+
+
 def download(folder: Path) -> None:
     """The pinned wheels for Python 3.12 on x86-64 Linux, from this machine's index. What has only a source is built.
+
+    A folder in ``folder`` gets ``ZSTANDARD`` for the Python that runs.
 
     Raises:
         ValueError: pip failed, and has said why.
@@ -137,6 +154,7 @@ def download(folder: Path) -> None:
         subprocess.run([*pip, "download", "--no-deps", *target, "-d", str(folder), "-r", str(PINS)], check=True)
         for source in folder.glob("*.tar.gz"):
             subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(source)], check=True)
+        subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "here"), ZSTANDARD], check=True)
     except subprocess.CalledProcessError:
         raise ValueError(f"--pack: required the wheels of {PINS}, found no way to get them (above).") from None
 
@@ -169,6 +187,7 @@ def pack(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         wheels, tree, packed = Path(work, "wheels"), Path(work, "tree"), Path(work, "packed")
         download(wheels)
+        sys.path.append(str(wheels / "here"))
         stage(wheels, tree)
         # like files stand side by side, so that one is packed as a repetition of the other
         files = sorted(filter(Path.is_file, tree.rglob("*")), key=lambda file: (file.suffix, file.name, str(file)))

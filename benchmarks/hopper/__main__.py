@@ -9,28 +9,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import multiprocessing
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from benchmarks.hopper import record as records
-from benchmarks.hopper.plan import ALL, ESTIMATED, LIMIT, Part, Setup, find, problems, table
+from benchmarks.hopper.plan import ALL, CACHES, ESTIMATED, Part, Setup, Step, find, problems, steps, table
 from scripts import pack_gpu
 from scripts.tables import markdown
 
 PAGES, SCRATCH, DRY = (records.ROOT / folder for folder in ("docs/benchmarks/hopper", "outputs/hopper", "outputs/hopper-dry"))
-#: no piece begins in the last seconds of a part's limit, so that few are cut off
-MARGIN = 120.0
+#: with ``--minutes`` a piece is ended after this many times its estimate, so that one which hangs does not use up the command
+PATIENCE = 2.0
+#: seconds after which it is ended otherwise
+LIMIT = 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
+    begin, words = time.monotonic(), sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(words)
     args.out, args.again = args.out or (DRY if args.dry else PAGES), args.again or args.dry
     args.command = f"python -m benchmarks.hopper {shlex.join(words)}".strip()
@@ -54,12 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*(refused[:1] or missing.values()), sep="\n", file=sys.stderr)
         return 1
     scratch.mkdir(parents=True, exist_ok=True)
+    for name in CACHES:  # of kernels that pieces compile for each other
+        os.environ.setdefault(name, str(scratch / "compiled" / name.lower()))
     setup = Setup(args.dry, scratch, "auto" if args.deep_gemm or args.dry else "triton")
-    succeeded = [run(part, setup, args) for part in parts if part.letter not in missing]
+    run = Run(setup, args, begin + 60 * args.minutes)
+    succeeded = run.measure([part for part in parts if part.letter not in missing])
     records.write(args.out)
     show(parts, args.out)
     print(*(f"not run: {text}" for text in missing.values()), f"pages and records: {args.out}", sep="\n")
-    return 0 if all(succeeded) else 1
+    return 0 if succeeded else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of records and pages")
     parser.add_argument("--scratch", type=Path, help="folder of checkpoints and logs")
     parser.add_argument("--without-deep-gemm", dest="deep_gemm", action="store_false", help="do not use DeepGEMM (needs nvcc)")
-    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each part, 500 if not given")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="end within N minutes")
     parser.add_argument("--pack", type=Path, metavar="DIR", help="pack vLLM and verl for a machine without a network, and exit")
     parser.add_argument("--unpack", type=Path, nargs=2, metavar=("DIR", "SITE"), help="unpack them into SITE there, and exit")
     return parser
@@ -82,37 +89,81 @@ def show(parts: Sequence[Part], out: Path) -> None:
     print(markdown(table({part: records.state(records.load(out, part)) for part in parts})) + ESTIMATED, flush=True)
 
 
-def run(part: Part, setup: Setup, args: argparse.Namespace) -> bool:
-    """Measure what is left, each piece in a process of its own. Returns whether everything has ended without a failure."""
-    end = time.monotonic() + args.limit
-    if args.again:
-        (args.out / f"{part.name}.json").unlink(missing_ok=True)
-    module = importlib.import_module(f"benchmarks.hopper.{part.name}")
-    here, record = records.environment(setup.backend), records.load(args.out, part)
-    print(f"\npart {part.letter} ({part.name}): {records.state(record)}", flush=True)
-    changed = sorted(key for key in here | record["environment"] if here.get(key) != record["environment"].get(key))
-    if changed and record["rows"]:
-        before, now = (", ".join(f"{key} {side.get(key, 'none')}" for key in changed) for side in (record["environment"], here))
-        print(f"its results are of {before}, found {now}. Measure all again (add --again), or choose another --out.", flush=True)
-        return False
-    record |= {"dry": setup.dry, "planned": module.pieces(setup.dry), "environment": here}
-    record["commands"] += [args.command] * (args.command not in record["commands"])
-    for name in records.left(record):
-        if time.monotonic() > end - MARGIN:
-            break
-        print(f"{part.name}: {name}", flush=True)
-        record["errors"].pop(name, None)
-        given = setup._replace(share=part.share, earlier=tuple(records.rows_of(record)))
+class Run:
+    """What one command measures: step by step, until ``end``, which is a time of ``time.monotonic``."""
+
+    def __init__(self, setup: Setup, args: argparse.Namespace, end: float) -> None:
+        self.setup, self.args, self.end = setup, args, end
+        self.records: dict[str, records.Record] = {}
+        self.parts: dict[str, Part] = {}
+        self.lock = threading.Lock()  # of the records and the output
+
+    def measure(self, parts: Sequence[Part]) -> bool:
+        """Measure what is left and fits. Returns whether everything has ended without a failure."""
+        opened = [part for part in parts if self.open(part)]
+        done = {(part, name) for part, record in self.records.items() for name in record["rows"]}
+        failed = {(part, name) for part, record in self.records.items() for name in record["errors"]}
+        plan = [step.left(done) for step in steps({part: self.records[part.name]["planned"] for part in opened})]
+        for step in sorted(plan, key=lambda step: bool(failed & {*step.pieces})):  # what failed is tried again at the end
+            if step.pieces and self.fits(step.seconds):
+                self.take(step)
+        unfinished = sum(len(records.left(record)) for record in self.records.values())
+        if unfinished:
+            print(f"{unfinished} pieces are left for the next command", flush=True)
+        return len(opened) == len(parts) and not unfinished and not any(map(records.failed, self.records.values()))
+
+    def fits(self, seconds: float) -> bool:
+        return self.setup.dry or time.monotonic() + seconds <= self.end
+
+    def open(self, part: Part) -> bool:
+        """Load a part's record. Returns whether its results are of this machine, software and code."""
+        if self.args.again:
+            (self.args.out / f"{part.name}.json").unlink(missing_ok=True)
+        module = importlib.import_module(f"benchmarks.hopper.{part.name}")
+        here, record = records.environment(self.setup.backend), records.load(self.args.out, part)
+        print(f"part {part.letter} ({part.name}): {records.state(record)}", flush=True)
+        changed = sorted(key for key in here | record["environment"] if here.get(key) != record["environment"].get(key))
+        if changed and record["rows"]:
+            sides = (record["environment"], here)
+            before, now = (", ".join(f"{key} {side.get(key, 'none')}" for key in changed) for side in sides)
+            fix = "Measure all again (add --again), or choose another --out."
+            print(f"its results are of {before}, found {now}. {fix}", flush=True)
+            return False
+        record |= {"dry": self.setup.dry, "planned": module.pieces(self.setup.dry), "environment": here}
+        record["commands"] += [self.args.command] * (self.args.command not in record["commands"])
+        self.records[part.name], self.parts[part.name] = record, part
+        return True
+
+    def take(self, step: Step) -> None:
+        """Measure each piece of a step in a process of its own."""
+        for part, name in step.pieces:
+            self.records[part]["rows"].pop(name, None)
+        seconds = step.seconds if step.together else step.seconds / len(step.pieces)
+        with ThreadPoolExecutor(len(step.pieces) if step.together else 1) as pool:
+            for _ in pool.map(lambda piece: self.piece(*piece, seconds), step.pieces):
+                pass
+
+    def piece(self, part: str, name: str, expected: float) -> None:
+        """Measure a piece if it is expected to end in time, and save its result or why it has none."""
+        begin, record = time.monotonic(), self.records[part]
+        if not self.fits(expected):
+            return
+        patience = LIMIT if self.setup.dry or self.end == math.inf else PATIENCE * expected
+        with self.lock:
+            print(f"{part}: {name}", flush=True)
+            given = self.setup._replace(share=self.parts[part].share, earlier=tuple(records.rows_of(record)))
+        measure = importlib.import_module(f"benchmarks.hopper.{part}").measure
+        rows, error = None, ""
         try:
-            record["rows"][name] = in_a_process(module.measure, name, given, seconds=end - time.monotonic())
-            print(markdown(record["rows"][name]), flush=True)
+            rows = in_a_process(measure, name, given, seconds=min(self.end - begin, patience))
         except Exception as failure:  # the other pieces still run
-            record["errors"][name] = f"{type(failure).__name__}: {failure}"[:2000]
-            print(record["errors"][name], flush=True)
-        records.save(args.out, part, record)
-    if unfinished := records.left(record):
-        print(f"{len(unfinished)} pieces are left for the next command", flush=True)
-    return not unfinished and not records.failed(record)
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+        with self.lock:
+            record["errors"].pop(name, None)
+            record["errors" if error else "rows"][name] = error or rows
+            took = f"\n{part}: {name}, {time.monotonic() - begin:.0f} s"
+            print(took, error or markdown(rows or []), sep="\n", flush=True)
+            records.save(self.args.out, self.parts[part], record)
 
 
 def in_a_process(function: Callable[..., Any], *arguments: object, seconds: float | None = None) -> Any:

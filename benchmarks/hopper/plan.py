@@ -8,15 +8,15 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: seconds of one command of a part, after which its processes are ended: less than nine minutes with the checks
-LIMIT = 500.0
 #: key of a problem that stops every part; other keys are the parts' letters
 ALL = ""
 GIB = 2**30
+#: variables that name a folder for compiled kernels
+CACHES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
 ESTIMATED = "Memory and minutes are estimated."
 _COMMON = ("torch", "triton", "rich", "psutil")
 _ENGINE = ("vllm", "transformers")
@@ -43,13 +43,12 @@ class Part(NamedTuple):
     share: float = 0.0
 
 
-#: in the order of a run: what the first half hour on a GPU has to show comes first
 PARTS = (
     Part("a", "tests", "`pytest tests/gpu`, one function at a time", 24, 1, 8, ("pytest", "hypothesis", "transformers")),
     Part("b", "parity", "`jetrl parity` of a small trained model, 2,048 tokens per response: exact mode, shared linears, BF16",
-         24, 1, 10, _ENGINE, 0.4),
+         24, 1, 10, _ENGINE, 0.1),
     Part("c", "rollout", "prefill and decoding of an 8B shape in vLLM: BF16, vLLM's own FP8, shared linears, exact mode",
-         60, 20, 14, _ENGINE, 0.85),
+         60, 20, 18, _ENGINE, 0.85),
     Part("d", "training", "a training step of four blocks of an 8B model with `lm_head`: BF16, shared linears, exact mode",
          70, 1, 10, ("transformers", "verl", "ray")),
     Part("e", "loop", "the demo's task in verl with vLLM on one GPU in four modes: time by phase, mismatch",
@@ -57,6 +56,62 @@ PARTS = (
     Part("f", "kernels", "linears of an 8B model by every backend, relative to BF16 and to published peaks", 48, 1, 5),
     Part("g", "sync", "a weight sync of an 8B model within one GPU: verified FP8 relative to plain BF16", 60, 1, 3),
 )  # fmt: skip
+
+
+class Step(NamedTuple):
+    """Pieces that one command measures: what is compared with a baseline, right after the baseline.
+
+    Attributes:
+        pieces: (part, piece). In turn, the first is the others' baseline.
+        seconds: of all, estimated. A command begins no step that would not end in time.
+        together: whether they run at the same time. Only what is not timed does: imports and compilers are most of its time.
+    """
+
+    pieces: tuple[tuple[str, str], ...]
+    seconds: float
+    together: bool = False
+
+    def left(self, done: Collection[tuple[str, str]]) -> Step:
+        """What is to be measured if ``done`` has been: in turn also the baseline, which is of the same command."""
+        some = [piece for piece in self.pieces if piece not in done]
+        if self.together or not some:
+            return self._replace(pieces=tuple(some))
+        some = list(self.pieces) if some[0] == self.pieces[0] else [self.pieces[0], *some]
+        return self._replace(pieces=tuple(some), seconds=self.seconds * len(some) / len(self.pieces))
+
+
+def _in_turn(part: str, seconds: float, *names: str) -> Step:
+    return Step(tuple((part, name) for name in names), seconds)
+
+
+_BF16, _EXACT, _FP8_CACHE = "BF16 without the plugin", "exact, CUDA graphs", "exact, CUDA graphs, FP8 cache"
+#: what tells most comes first: bits are equal; speeds of an 8B shape, in a rollout and in training; the loop
+FIRST = (
+    Step((
+        ("rollout", "preparation"),
+        ("tests", "tests/gpu/test_exact.py::test_rows_do_not_depend_on_the_batch"),
+        ("tests", "tests/gpu/test_exact.py::test_a_captured_decode_step_follows_its_inputs"),
+        ("tests", "tests/gpu/test_kernels.py::test_a_prepared_model_gives_a_sequence_its_bits_in_every_batch"),
+        ("parity", f"{_EXACT}; 64"), ("parity", f"{_FP8_CACHE}; 64"),
+    ), 150, together=True),
+    _in_turn("rollout", 220, *(f"{mode}; short" for mode in (_BF16, _EXACT, _FP8_CACHE))),
+    _in_turn("training", 100, "BF16; short", "exact; short"),
+    _in_turn("loop", 200, "bf16", "fp8-unified/exact"),
+    _in_turn("kernels", 120, "linears"),
+    _in_turn("training", 100, "BF16; long", "exact; long"),
+    _in_turn("rollout", 300, *(f"{mode}; long" for mode in (_BF16, _EXACT, _FP8_CACHE))),
+    _in_turn("training", 100, "BF16; short, checkpointing", "exact; short, checkpointing"),
+    _in_turn("sync", 90, "plain BF16", "verified FP8"),
+)  # fmt: skip
+
+
+def steps(planned: Mapping[Part, Sequence[str]]) -> list[Step]:
+    """All planned pieces: those of ``FIRST``, and then each other one, part by part."""
+    pieces = {(part.name, name): 60 * part.minutes / len(names) for part, names in planned.items() for name in names}
+    first = [step._replace(pieces=tuple(piece for piece in step.pieces if piece in pieces)) for step in FIRST]
+    named = {piece for step in first for piece in step.pieces}
+    rest = [Step((piece,), seconds) for piece, seconds in pieces.items() if piece not in named]
+    return [step for step in first if step.pieces] + rest
 
 
 class Setup(NamedTuple):
@@ -67,7 +122,7 @@ class Setup(NamedTuple):
         scratch: folder for checkpoints and logs.
         backend: the plugin's ``backend``; "auto" also takes DeepGEMM.
         share: as in ``Part``.
-        earlier: rows of the part's earlier pieces. BF16 is the first.
+        earlier: rows of the part's pieces that have been measured, BF16's among them.
     """
 
     dry: bool
@@ -118,7 +173,8 @@ def problems(parts: Iterable[Part], scratch: Path, deep_gemm: bool = True) -> di
     """Why parts cannot run here, by letter. ``ALL`` is the key of a reason that holds for all."""
     if common := next(_of_all(), ""):
         return {ALL: f"make hopper: required {common}"}
-    found = {part: next(_of(part, scratch, deep_gemm), "") for part in parts}
+    deep_gemm_problem = _of_deep_gemm() if deep_gemm else ""
+    found = {part: next(_of(part, scratch, deep_gemm_problem), "") for part in parts}
     return {part.letter: f"part {part.letter} ({part.name}): required {problem}" for part, problem in found.items() if problem}
 
 
@@ -139,7 +195,34 @@ def _of_all() -> Iterator[str]:
         yield f"{required}, found no {header}. Install Python's development files (python3-dev)."
 
 
-def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
+def _of_deep_gemm() -> str:
+    """What an installed DeepGEMM lacks. Compiles and runs a kernel, because nothing else proves that it can."""
+    from jetrl_patch.backends import capability
+
+    if not capability.deep_gemm_installed():
+        return ""
+    ok, found = capability.check_deep_gemm()
+    if ok:
+        try:
+            try_deep_gemm()
+        except Exception as error:  # of a library that is about to be left out
+            ok, found = False, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return "" if ok else f"a compiler for the installed DeepGEMM, found {found}. Install it, or add --without-deep-gemm."
+
+
+def try_deep_gemm() -> None:
+    """Multiply two small matrices."""
+    import torch
+
+    from jetrl_patch.backends import get_backend
+
+    backend, x = get_backend("deep_gemm"), torch.ones(64, 256, dtype=torch.bfloat16, device="cuda")
+    y = backend.fprop(x, backend.quantize_weight(x[:1].expand(256, 256).contiguous(), "pow2"))
+    if not (y == 256).all():
+        raise ArithmeticError(f"256 ones add up to {y.unique().tolist()[:4]}")
+
+
+def _of(part: Part, scratch: Path, deep_gemm_problem: str) -> Iterator[str]:
     packages = (*_COMMON, *part.packages)
     if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
         yield f"the packages {', '.join(packages)}, found no {', no '.join(absent)}. See docs/install.md."
@@ -148,17 +231,14 @@ def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
     import torch
 
     from jetrl_patch._versions import SUPPORTED
-    from jetrl_patch.backends import capability
     from jetrl_patch.native import machine
 
     for name in SUPPORTED.keys() & packages:
         ok, found = machine.check_framework(name)
         if not ok:
             yield f"a supported {name}, found {found}. See docs/install.md."
-    if deep_gemm and capability.deep_gemm_installed():
-        ok, found = capability.check_deep_gemm()
-        if not ok:
-            yield f"a compiler for the installed DeepGEMM, found {found}. Install it, or add --without-deep-gemm."
+    if deep_gemm_problem:
+        yield deep_gemm_problem
     free, total = (size / GIB for size in torch.cuda.mem_get_info())
     needed = max(part.gpu_gib, part.share * total)
     if free < needed:

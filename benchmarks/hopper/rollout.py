@@ -3,49 +3,119 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.hopper.parity import FP8_CACHE, GRAPHS, LINEAR, OWN, STOCK_BF16, STOCK_FP8, job
 from benchmarks.hopper.plan import Setup
 from benchmarks.hopper.training import build
+from benchmarks.shapes import MODELS
+from jetrl_patch.backends import choose_backend, get_backend
+from jetrl_patch.backends.row_equality import Part, require_row_equality
 from jetrl_patch.cli.parity.run import environment
+from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.measure.parity import Job
 from scripts.tables import Row
 
 #: concurrent requests, tokens of each prompt, and tokens of each response
 Load = tuple[int, int, int]
-LOADS: tuple[Load, ...] = ((64, 128, 256), (256, 128, 256), (1, 128, 256), (16, 8192, 128), (4, 32768, 128))
+#: little and much work, each measured with an engine of its own
+LOADS: dict[str, tuple[Load, ...]] = {
+    "short": ((64, 128, 128), (1, 128, 128), (4, 8192, 128)),
+    "long": ((256, 128, 256), (16, 8192, 128), (4, 32768, 128)),
+}
 LAYERS, ROUNDS = 36, 3
+#: the piece that measures no speed: what it leaves behind shortens the start of each engine and the first step of training
+PREPARATION = "preparation"
+#: of the trial: processes, each of which needs 4 GB of the GPU; an engine's largest batch, vLLM's default; rows in training
+PROCESSES, MOST, ROWS = 6, 16384, 16384
 
 
 def pieces(dry: bool) -> list[str]:
-    return [GRAPHS] if dry else [STOCK_BF16, GRAPHS, STOCK_FP8, LINEAR, OWN, FP8_CACHE]
+    modes = [GRAPHS] if dry else [STOCK_BF16, GRAPHS, FP8_CACHE, STOCK_FP8, LINEAR, OWN]
+    return [PREPARATION, *(f"{mode}; {variant}" for variant in list(LOADS)[: 1 if dry else 2] for mode in modes)]
 
 
 def measure(name: str, setup: Setup) -> list[Row]:
     """Speeds of one mode, and of decoding relative to BF16."""
-    folder = setup.scratch / "qwen3-8b-random"
-    if not folder.exists():
-        part = folder.with_name(f"{folder.name}.part")  # a checkpoint has its name once it is whole
-        build(LAYERS, setup).save_pretrained(part)
-        part.rename(folder)
-        torch.cuda.empty_cache()
-    loads: Sequence[Load] = ((2, 8, 4),) if setup.dry else LOADS
-    engine = (("enable_prefix_caching", False), *setup.engine, *((("enforce_eager", False),) if name == LINEAR else ()))
-    ours = replace(job(name, setup.backend), model=str(folder), batch=max(load[0] for load in loads), engine=engine)
+    if name == PREPARATION:
+        return prepare(setup)
+    mode, variant = name.split("; ")
+    loads: Sequence[Load] = ((2, 8, 4),) if setup.dry else LOADS[variant]
+    engine = (("enable_prefix_caching", False), *setup.engine, *((("enforce_eager", False),) if mode == LINEAR else ()))
+    batch = max(load[0] for load in loads)
+    ours = replace(job(mode, setup.backend), model=str(checkpoint(setup)), batch=batch, engine=engine)
     variables = environment(ours)
     os.environ.clear()
     os.environ.update(variables)
-    rows = [{"mode": name, **row} for row in serve(ours, loads)]
-    base = {(row["requests"], row["prompt"]): row["decode tokens/s"] for row in setup.earlier if row["mode"] == STOCK_BF16}
+    rows = [{"mode": mode, **row} for row in serve(ours, loads)]
+    base = {(row["requests"], row["prompt"]): row["decode tokens/s"] for row in setup.earlier if row.get("mode") == STOCK_BF16}
     ratios = [row["decode tokens/s"] / base.get((row["requests"], row["prompt"]), math.nan) for row in rows]
     return [row | {"decode, times BF16": ratio} for row, ratio in zip(rows, ratios, strict=True)]
+
+
+def checkpoint(setup: Setup) -> Path:
+    """The folder of a model of this shape with random weights, made once."""
+    folder = setup.scratch / "qwen3-8b-random"
+    if not folder.exists():
+        part = folder.with_name(f"{folder.name}.part")  # a checkpoint has its name once it is whole
+        build(LAYERS, setup).cpu().save_pretrained(part)
+        part.rename(folder)
+        torch.cuda.empty_cache()
+    return folder
+
+
+def prepare(setup: Setup) -> list[Row]:
+    """Write the checkpoint, while processes try the backend on its linears. They share the kernels that each compiles."""
+    start, count = time.monotonic(), 1 if setup.dry else PROCESSES
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        tried = [pool.submit(try_linears, setup.backend, setup.device) for _ in range(count)]
+        checkpoint(setup)
+        (name,) = {each.result() for each in tried}
+    what = "checkpoint; rows of its linears do not depend on the batch"
+    return [{"what": what, "backend": name, "processes": count, "seconds": time.monotonic() - start, "verdict": "met"}]
+
+
+def try_linears(asked: str, device: str) -> str:
+    """Run the trial of an engine for each linear, and a step of a trainer's, in random order. Returns the backend.
+
+    Raises ModelError if rows depend on the batch. On a CPU there is no trial.
+    """
+    backend, model = choose_backend(asked, device), MODELS[1]
+    fused = {(linear.N, linear.K): layout for linear, layout in model.layouts(1)}
+    held = {(linear.N, linear.K): fused.get((linear.N, linear.K)) for linear in model.linears}
+    trained = {(part.rows, K) for (N, K), layout in held.items() for part in (layout.parts if layout else (Part(N, 0, N, 0),))}
+    works: list[Callable[[], object]] = [
+        partial(require_row_equality, get_backend(backend), shape, torch.device(device), "pow2", layout, MOST)
+        for shape, layout in held.items()
+    ]
+    works += [partial(train, backend, shape, device) for shape in trained] if device != "cpu" else []
+    random.Random().shuffle(works)  # which differs in each process
+    for work in works:
+        work()
+        torch.cuda.empty_cache()
+    return backend
+
+
+def train(backend: str, shape: tuple[int, int], device: str) -> None:
+    """Forward and backward of a linear [N, K]."""
+    N, K = shape
+    layers = nn.ModuleList([nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device=device)])
+    swap_linears(layers, backend=backend, names=["0"])
+    x = torch.randn(ROWS, K, dtype=torch.bfloat16, device=device, requires_grad=True)
+    y = layers[0](x)
+    y.backward(torch.randn_like(y))
 
 
 def serve(ours: Job, loads: Sequence[Load]) -> list[Row]:

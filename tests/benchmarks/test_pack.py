@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
+import types
 import zipfile
 from pathlib import Path
 
@@ -71,6 +73,17 @@ def test_flash_attention_3_keeps_bf16_of_two_widths():
         strip(elf, name)
         assert {kernel: kernel in elf for kernel in kernels} == {kernel: keep or all_stay for kernel, keep in kernels.items()}
         assert without_a_name in elf
+
+
+def test_kernels_that_no_dense_model_runs_are_found_in_compressed_code(monkeypatch):
+    whole = {pack_gpu.ZSTD + b"%d" % n: name.ljust(64, b".") for n, name in enumerate((b"_ZN4vllm8rms_norm", *pack_gpu.UNUSED))}
+    reader = types.SimpleNamespace(decompress=lambda code: whole[code.rstrip(b".")])
+    module = types.SimpleNamespace(ZstdDecompressor=lambda: types.SimpleNamespace(decompressobj=lambda: reader))
+    monkeypatch.setitem(sys.modules, "zstandard", module)
+    codes = [code.ljust(64, b".") for code in whole]
+    elf = library(b"".join(fatbin((MACHINE_CODE, 90, code)) for code in codes))
+    assert strip(elf, "vllm/_C.so") == (64 * len(codes), 64)
+    assert [code in elf for code in codes] == [True] + [False] * len(pack_gpu.UNUSED)
 
 
 def test_a_library_without_device_code_keeps_what_is_loaded():
