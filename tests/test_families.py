@@ -191,7 +191,7 @@ OUTSIDE = [
     ("seed_oss", "attention_out_bias", True, "o_proj"),
     ("smollm3", "use_sliding_window", True, "whole context"),
     ("granite", "layer_types", ["full_attention"], "Leave it out of config.json, or use"),
-    ("granite", "logit_scale", 0.5, "logits_scaling"),
+    ("granite", "logit_scale", 0.5, "only vLLM"),
     ("olmoe", "clip_qkv", 8.0, "does not clip"),
     ("olmoe", "norm_topk_prob", True, "add up to 1"),
     ("olmoe", "rms_norm_eps", 1e-6, "in its code"),

@@ -284,12 +284,11 @@ FIXES: tuple[Patch, ...] = (
     ),
     Patch(
         "vllm.model_executor.models.transformers.base", "Base._decorate_for_torch_compile", decorate_for_torch_compile,
-        when=lambda config: config.exact,
         reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "
         "the same process can no longer build that model. Engines that compile are not covered",
         upstream=NO_REPORT,
         remove_when="vLLM's Base._decorate_for_torch_compile decorates a subclass, or does nothing in eager mode",
         fixes="vllm",
-        needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
+        needed_by="a trainer and an eager engine in one process, as in `jetrl parity`",
     ),
 )

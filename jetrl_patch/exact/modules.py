@@ -213,8 +213,6 @@ def check_family(hf_config: Any) -> Family:
     broken = [setting for setting in family.settings if setting.problem(text)]
     problems += [setting.problem(text) for setting in broken]
     rope = rope_parameters(text)
-    if not family.partial_rotary and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} (expected 1)")
     rope_types = (*_ROPE_TYPES, "yarn") if family.absorbed else _ROPE_TYPES  # vLLM has another YaRN for other families
     if rope["rope_type"] not in rope_types:
         problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(rope_types)})")

@@ -28,6 +28,16 @@ _NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compa
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
 _ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
 _NO_WINDOW = Setting("sliding_window", (None,), WINDOW)
+
+
+def _only_vllm(key: str, *values: Any) -> Setting:
+    """A key that vLLM's model of the family reads and transformers' ignores, with the values that change nothing."""
+    return Setting(key, values, "only vLLM reads it", "remove it from config.json", everywhere=True)
+
+
+_NAMED_WINDOW = _only_vllm("sliding_window", None, 0)  # vLLM gives a window to every model that names one
+_CAUSAL = _only_vllm("is_causal", True)
+_PARTIAL = Setting("rope_parameters.partial_rotary_factor", (), "both sides leave part of a head unrotated")
 _NOT_TIED = Setting("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")
 _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
 #: for every family with experts
@@ -56,6 +66,7 @@ _VISION: dict[Part, str] = {
 _ONE_PLUS = "its norms multiply by 1 + weight"
 _DELTA_NET: dict[Part, str] = {"scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
 _DELTA_SETTINGS = (
+    _PARTIAL,
     Setting("layer_types", ("full_attention", "linear_attention"), WINDOW),
     Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
     Setting("qkv_bias", (False,), _NO_BIAS),
@@ -102,9 +113,15 @@ def _with_experts(model_type: str, classes: str, title: str, *settings: Setting,
 
 
 _RECORDS = (
-    Family("qwen2", "Qwen2", "Qwen2/2.5"),
-    _family("qwen3", "Qwen3", "Qwen3", _NO_OUTPUT_BIAS),
-    Family("llama", "Llama", "Llama"),
+    _family("qwen2", "Qwen2", "Qwen2/2.5", _CAUSAL, _only_vllm("qk_norm", False)),
+    _family("qwen3", "Qwen3", "Qwen3", _CAUSAL, _NO_OUTPUT_BIAS),
+    _family(
+        "llama", "Llama", "Llama",
+        _NAMED_WINDOW,
+        _CAUSAL,
+        *(_only_vllm(key, False) for key in ("bias", "qkv_bias")),
+        _only_vllm("logit_scale", 1),
+    ),
     _family(
         "mistral", "Mistral", "Mistral",
         _NO_WINDOW,
@@ -112,8 +129,9 @@ _RECORDS = (
         Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
         uncovered=_ONLY_TRANSFORMERS,
     ),
-    Family(
+    _family(
         "phi3", "Phi3", "Phi-3",
+        _PARTIAL,
         readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(),
         uncovered={
@@ -124,21 +142,23 @@ _RECORDS = (
     ),
     _family(
         "seed_oss", "SeedOss", "Seed-OSS",
+        _NAMED_WINDOW,
         Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
         Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
         Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
-        Setting("is_causal", (True,), "the shared attention is causal"),
+        _CAUSAL,
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
         rollout="both",  # transformers' code since vLLM 0.32
     ),
     Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_ONLY_TRANSFORMERS, rollout="transformers"),
     _family(
         "granite", "Granite", "Granite",
+        _NAMED_WINDOW,
         Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
         Setting("attention_sinks", (False,), "the shared attention has no sinks"),
         Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
-        Setting("logit_scale", (1,), "the trainer divides by logits_scaling alone"),
-        Setting("bias", (False,), _NO_BIAS),
+        _only_vllm("logit_scale", 1),
+        _only_vllm("bias", False),
         uncovered=_ONLY_TRANSFORMERS,
         logits_divisor="logits_scaling",
     ),
@@ -151,6 +171,7 @@ _RECORDS = (
     ),
     _with_experts(
         "olmoe", "Olmoe", "OLMoE",
+        _NAMED_WINDOW,
         Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
         Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
         Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
@@ -172,13 +193,15 @@ _RECORDS = (
     ),
     _with_experts(
         "glm4_moe", "Glm4Moe", "GLM-4-MoE",
+        _NAMED_WINDOW,
+        _PARTIAL,
         _NOT_TIED,
         row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
         mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
-        partial_rotary=True,
     ),
     _with_experts(
         "deepseek_v3", "DeepseekV3", "DeepSeek-V3",
+        _NAMED_WINDOW,
         *_LATENT,
         readers={
             "input_layernorm": ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -208,7 +231,6 @@ _RECORDS = (
         row_parallel={**_OUTPUT, **_OUT, "mlp.down_proj": "intermediate_size"},
         uncovered=_DELTA_NET,
         tower="visual",
-        partial_rotary=True,
         delta_net=True,
     ),
     _with_experts(
@@ -221,7 +243,6 @@ _RECORDS = (
         row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
         uncovered=_EXPERTS | _DELTA_NET,
         tower="visual",
-        partial_rotary=True,
         delta_net=True,
     ),
     _with_experts(
@@ -231,7 +252,6 @@ _RECORDS = (
         readers={"input_layernorm": (*READERS["input_layernorm"], "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
         row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
         uncovered=_EXPERTS | _DELTA_NET,
-        partial_rotary=True,
         delta_net=True,
     ),
     _with_experts(
@@ -241,11 +261,13 @@ _RECORDS = (
         *_ALL_BLOCKS,
         merged=(QKV,),
         uncovered=_EXPERTS | _TOWER,
+        transposed=True,
         text="Text",
         tower="visual",
     ),
-    Family(
+    _family(
         "glm4v", "Glm4v", "GLM-4.1V",
+        _PARTIAL,
         readers={**_BEFORE_ATTENTION, "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(QKV,),
         uncovered={**_VISION, **_NOT_VEOMNI, "fused": _ONE_WEIGHT},

@@ -64,6 +64,7 @@ SETTINGS = (
     Setting("use_sliding_window", (False, None), WINDOW),
     Setting("layer_types", ("full_attention", None), WINDOW),
     Setting("dual_chunk_attention_config", (None,), WINDOW),
+    Setting("rope_parameters.partial_rotary_factor", (1.0,), "the trainer always rotates whole heads", everywhere=True),
 )
 #: probabilities in the configuration that transformers' modules read. The rollout has no dropout
 DROPOUTS = ("attention_dropout", "residual_dropout")
@@ -110,7 +111,7 @@ class Family:
         mixture: its experts and their router, if its blocks have any.
         stored: part of a tensor's name in a block of transformers' model -> the same part in a checkpoint and in vLLM, where
             they differ.
-        partial_rotary: whether part of a head may be left unrotated.
+        transposed: whether checkpoints hold the matrices of experts transposed, which transformers tells from their shapes.
         text: what follows the prefix in the class names of a vision-language model's language part.
         tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
             layers stay in BF16 on both sides.
@@ -136,7 +137,7 @@ class Family:
     logits_divisor: str | None = None
     mixture: Mixture | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
-    partial_rotary: bool = False
+    transposed: bool = False
     text: str = ""
     tower: str = ""
     delta_net: bool = False

@@ -185,6 +185,10 @@ def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
             fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"
             required = f"{setting.key}={setting.values}" if setting.covered else setting.key
             yield f"{required} ({setting.reason})", found, fix
+    if family.transposed and text.hidden_size in (text.moe_intermediate_size, 2 * text.moe_intermediate_size):
+        required = "experts whose shapes tell transformers that they are stored transposed (it would load them as they are)"
+        found = f"hidden_size={text.hidden_size}, moe_intermediate_size={text.moe_intermediate_size}"
+        yield required, found, "use another model, or"
     if family.absorbed and not _one_magnitude(getattr(text, "rope_parameters", None) or {}):
         required = "mscale and mscale_all_dim together (with only one, trainer and vLLM scale rotary angles differently)"
         yield required, f"rope_parameters={text.rope_parameters}", "use another model, or"

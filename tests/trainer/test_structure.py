@@ -90,6 +90,32 @@ def test_a_mixture_with_a_record_is_accepted_where_its_experts_are_fp8(tmp_path:
         check_checkpoint(tmp_path, config, 1)
 
 
+@pytest.mark.parametrize("config", [EXACT, LINEAR], ids=["exact", "linear"])
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *((family, "sliding_window", 16) for family in ("llama", "seed_oss", "granite", "olmoe", "glm4_moe")),
+        *((family, "partial_rotary_factor", 0.5) for family in ("qwen2", "qwen3", "llama", "mistral", "granite")),
+        *((family, "is_causal", False) for family in ("qwen2", "qwen3", "llama", "seed_oss")),
+        *((family, "logit_scale", 2.0) for family in ("llama", "granite")),
+        *((family, "bias", True) for family in ("llama", "granite")), ("llama", "qkv_bias", True), ("qwen2", "qk_norm", True),
+    ],
+)  # fmt: skip
+def test_a_setting_that_only_vllm_reads_is_refused(tmp_path: Path, config: Config, family: str, key: str, value: Any) -> None:
+    """vLLM windows the attention of any model that names a window, and rotates part of a head; these trainers do neither."""
+    config_of(family).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}))
+    with pytest.raises(ModelError, match=f"required [a-z_.]*{key}="):
+        check_checkpoint(tmp_path, config, 1)
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [("phi3", "partial_rotary_factor", 0.5), ("mistral", "sliding_window", 16)])
+def test_a_setting_that_both_sides_read_is_not(tmp_path: Path, family: str, key: str, value: Any) -> None:
+    config_of(family, **{key: value}).save_pretrained(tmp_path)
+    assert check_checkpoint(tmp_path, LINEAR, 1).model_type == family
+
+
 def test_a_count_of_none_is_dense() -> None:
     for key in EXPERTS:
         with pytest.raises(ModelError, match=f"{key}=4"):

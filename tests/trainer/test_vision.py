@@ -67,6 +67,18 @@ def test_positions_of_one_dimension_on_one_side_are_refused(family: str, tmp_pat
         check_checkpoint(tmp_path, ROLLOUT, 1)
 
 
+@pytest.mark.parametrize("width", [128, 256])
+def test_experts_whose_shapes_do_not_tell_their_layout_are_refused(tmp_path: Path, width: int) -> None:
+    """Of a hidden size of 256. transformers 5.10 would load them transposed, without an error."""
+    for size, accepted in ((384, True), (width, False)):
+        vision_models.config_of("qwen3_vl_moe", moe_intermediate_size=size).save_pretrained(tmp_path)
+        if accepted:
+            assert check_checkpoint(tmp_path, LINEAR, 1) is not None
+            continue
+        with pytest.raises(ModelError, match=f"stored transposed.*hidden_size=256, moe_intermediate_size={width}"):
+            check_checkpoint(tmp_path, LINEAR, 1)
+
+
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: str) -> None:
     jetrl_patch.enable(precision="fp8-unified", align="linear")

@@ -150,9 +150,11 @@ def test_transformers_classes_are_changed_for_compilation_without_us() -> None:
     )
     Base._decorate_for_torch_compile(engine)
     assert changed == ["the trainer's class too"]
-    jetrl_patch.enable(precision="fp8-unified")
-    Base._decorate_for_torch_compile(engine)
-    assert len(changed) == 1
+    for settings in ({"precision": "bf16"}, {"precision": "fp8-rollout"}, {"precision": "fp8-unified"}):
+        jetrl_patch.disable()
+        jetrl_patch.enable(**settings)
+        Base._decorate_for_torch_compile(engine)
+        assert len(changed) == 1
     engine.model_config.enforce_eager = False
     Base._decorate_for_torch_compile(engine)
     assert len(changed) == 2
