@@ -229,16 +229,19 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
 
 
 def _check_rotary(model: Any) -> None:
-    """Raise ModelError if LongRoPE's factors would depend on the engine's limit here, but on each batch in the trainer."""
-    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
+    """Raise ModelError if angles would depend on the engine's limit here, but on a batch's longest sequence in the trainer."""
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind not in ("longrope", "dynamic"):
         return
-    original = rope["original_max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
     if model.max_model_len > original:
-        required = f"max_model_len of at most {original}: above it vLLM uses the long factors for every sequence, transformers "
-        required += f"only in batches with a sequence longer than {original} tokens"
+        required = f"max_model_len of at most {original}: above it vLLM has one set of angles for every sequence, transformers "
+        required += f"another one in batches with a sequence longer than {original} tokens"
         fix = "shorten prompts and responses, or use another model"
-        raise ModelError(explain("LongRoPE with a quantized rollout", required=required, found=str(model.max_model_len), fix=fix))
+        what = f"rope type {kind!r} with a quantized rollout"
+        raise ModelError(explain(what, required=required, found=str(model.max_model_len), fix=fix))
 
 
 def _check_experts(vllm_config: VllmConfig, family: Family) -> None:

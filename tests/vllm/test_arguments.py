@@ -94,22 +94,26 @@ def test_an_engine_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("config", [Config(align="linear"), Config(precision="fp8-rollout"), Config(precision="int8-rollout")])
-def test_longrope_needs_one_set_of_factors(config: Config) -> None:
-    """Above the original length vLLM always uses the long factors, transformers only for long sequences."""
-    from transformers import Phi3Config
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_angles_that_depend_on_the_longest_sequence(config: Config, kind: str) -> None:
+    """Above the original length vLLM's do not, and transformers' do."""
+    from transformers import LlamaConfig, Phi3Config
 
     from jetrl_patch.adapters.vllm.engine import check_engine
 
     factors = [1.0] * 16  # half a head of 32
-    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 1e4}
-    rope["original_max_position_embeddings"] = 4096
-    found = resolved(
-        Phi3Config(hidden_size=128, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=rope, pad_token_id=0)
-    )
+    rope: dict[str, Any] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    make, positions = LlamaConfig, 4096
+    if kind == "longrope":
+        rope = {"rope_type": kind, "short_factor": factors, "long_factor": factors, "rope_theta": 1e4}
+        rope["original_max_position_embeddings"] = 4096
+        make, positions = Phi3Config, 131072
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": positions, "pad_token_id": 0}
+    found = resolved(make(rope_parameters=rope, **sizes))
     found.model_config.max_model_len = 4096
     check_engine(found, config)
     found.model_config.max_model_len = 4097
-    with pytest.raises(ModelError, match=r"max_model_len of at most 4096.*found 4097"):
+    with pytest.raises(ModelError, match=rf"{kind}.*max_model_len of at most 4096.*found 4097"):
         check_engine(found, config)
 
 
