@@ -22,7 +22,9 @@ _DENSE = "vLLM does not say which layers it merges in a dense block"
 #: keys of config.json that can leave some blocks of a mixture without experts -> values with which all blocks have experts
 DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
 _ALL_BLOCKS = tuple(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items())
-_NO_OUTPUT_BIAS = Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")
+#: one side ignores the key
+_always = functools.partial(Setting, everywhere=True)
+_NO_OUTPUT_BIAS = _always("attention_bias", (False,), "vLLM leaves out the bias of o_proj")
 _NO_BIAS = "the model in transformers has no such bias"
 _NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
@@ -32,7 +34,7 @@ _NO_WINDOW = Setting("sliding_window", (None,), WINDOW)
 
 def _only_vllm(key: str, *values: Any) -> Setting:
     """A key that vLLM's model of the family reads and transformers' ignores, with the values that change nothing."""
-    return Setting(key, values, "only vLLM reads it", "remove it from config.json", everywhere=True)
+    return _always(key, values, "only vLLM reads it", "remove it from config.json")
 
 
 _NAMED_WINDOW = _only_vllm("sliding_window", None, 0)  # vLLM gives a window to every model that names one
@@ -68,14 +70,13 @@ _DELTA_NET: dict[Part, str] = {"scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY
 _DELTA_SETTINGS = (
     _PARTIAL,
     Setting("layer_types", ("full_attention", "linear_attention"), WINDOW),
-    Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
-    Setting("qkv_bias", (False,), _NO_BIAS),
-    Setting("attn_output_gate", (True,), "the trainer always gates the output of attention"),
-    Setting("output_gate_type", ("silu", "swish"), "the trainer gates the output of a delta net by SiLU"),
-    Setting("layer_scale", (False,), "the trainer does not scale layers"),
+    _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+    _always("qkv_bias", (False,), _NO_BIAS),
+    _always("attn_output_gate", (True,), "the trainer always gates the output of attention"),
+    _always("output_gate_type", ("silu", "swish"), "the trainer gates the output of a delta net by SiLU"),
+    _always("layer_scale", (False,), "the trainer does not scale layers"),
 )
 #: for the family with latent attention
-_always = functools.partial(Setting, everywhere=True)
 _NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
 _LATENT = (
     _always("scoring_func", ("sigmoid",), "vLLM's default is a softmax", "set it in config.json", needed=True),
@@ -125,7 +126,7 @@ _RECORDS = (
     _family(
         "mistral", "Mistral", "Mistral",
         _NO_WINDOW,
-        *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
+        *(_always(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
         Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
         uncovered=_ONLY_TRANSFORMERS,
     ),
@@ -143,9 +144,9 @@ _RECORDS = (
     _family(
         "seed_oss", "SeedOss", "Seed-OSS",
         _NAMED_WINDOW,
-        Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
-        Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
-        Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
+        _always("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
+        _always("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
+        _always("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
         _CAUSAL,
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
         rollout="both",  # transformers' code since vLLM 0.32
@@ -154,9 +155,9 @@ _RECORDS = (
     _family(
         "granite", "Granite", "Granite",
         _NAMED_WINDOW,
-        Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
-        Setting("attention_sinks", (False,), "the shared attention has no sinks"),
-        Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
+        _always("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
+        _always("attention_sinks", (False,), "the shared attention has no sinks"),
+        _always("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
         _only_vllm("logit_scale", 1),
         _only_vllm("bias", False),
         uncovered=_ONLY_TRANSFORMERS,
@@ -172,16 +173,16 @@ _RECORDS = (
     _with_experts(
         "olmoe", "Olmoe", "OLMoE",
         _NAMED_WINDOW,
-        Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
-        Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
-        Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
+        _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+        _always("clip_qkv", (None,), "vLLM does not clip q, k and v"),
+        _always("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
         Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
         _NOT_TIED,
         merged=(QKV,),
     ),
     _with_experts(
         "qwen2_moe", "Qwen2Moe", "Qwen2-MoE",
-        Setting("qkv_bias", (True,), "vLLM always has a bias in q, k and v"),
+        _always("qkv_bias", (True,), "vLLM always has a bias in q, k and v"),
         row_parallel={**_OUTPUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
     ),
     _with_experts(
@@ -237,7 +238,7 @@ _RECORDS = (
         "qwen3_5_moe", "Qwen3_5Moe", "Qwen3.5-MoE",
         *_DELTA_SETTINGS,
         *_INTERLEAVED,
-        Setting("norm_topk_prob", (True,), "the trainer always makes routing weights add up to 1"),
+        _always("norm_topk_prob", (True,), "the trainer always makes routing weights add up to 1"),
         readers={"input_layernorm": (*READERS["input_layernorm"], *_IN)},
         merged=(QKV, GATE_UP, *_IN_MERGED),
         row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},

@@ -98,10 +98,15 @@ def test_a_mixture_with_a_record_is_accepted_where_its_experts_are_fp8(tmp_path:
         *((family, "partial_rotary_factor", 0.5) for family in ("qwen2", "qwen3", "llama", "mistral", "granite")),
         *((family, "is_causal", False) for family in ("qwen2", "qwen3", "llama", "seed_oss")),
         *((family, "logit_scale", 2.0) for family in ("llama", "granite")),
-        *((family, "bias", True) for family in ("llama", "granite")), ("llama", "qkv_bias", True), ("qwen2", "qk_norm", True),
+        *((family, "bias", True) for family in ("llama", "granite", "mistral")), ("llama", "qkv_bias", True),
+        *((family, "attention_bias", True) for family in ("qwen3", "qwen3_moe", "mistral", "olmoe", "qwen3_next")),
+        ("qwen2", "qk_norm", True), ("seed_oss", "attention_bias", False), ("seed_oss", "mlp_bias", True),
+        ("granite", "layer_types", ["full_attention"] * 3), ("granite", "layer_rope_theta", [1e4] * 3),
+        ("olmoe", "clip_qkv", 8.0), ("olmoe", "norm_topk_prob", True), ("qwen2_moe", "qkv_bias", False),
+        ("qwen3_next", "attn_output_gate", False),
     ],
 )  # fmt: skip
-def test_a_setting_that_only_vllm_reads_is_refused(tmp_path: Path, config: Config, family: str, key: str, value: Any) -> None:
+def test_a_setting_that_one_side_ignores_is_refused(tmp_path: Path, config: Config, family: str, key: str, value: Any) -> None:
     """vLLM windows the attention of any model that names a window, and rotates part of a head; these trainers do neither."""
     config_of(family).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
