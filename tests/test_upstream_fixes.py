@@ -34,7 +34,7 @@ NEEDED_BY = {
     "a run on a CPU",
     "weight syncs on a CPU",
     "training GLM-4.1V in verl",
-    "a trainer and an exact engine in one process, as in `jetrl parity`",
+    "a trainer and an eager engine in one process, as in `jetrl parity`",
 }
 
 
