@@ -20,7 +20,7 @@ from packaging.version import Version
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named, runs
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
-from jetrl_patch.models.families import covering, family_of
+from jetrl_patch.models.families import covering, uncovered
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
@@ -142,11 +142,8 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
     ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank. Raises ModelError if the
     family is unsupported, or if a block would contain rows of two layers; the error names all such widths.
     """
-    family = getattr(hf_config, "model_type", None)
-    if family not in covering("megatron"):
-        known = family_of(hf_config)
-        why = f" ({known.uncovered['megatron']})" if known else ""
-        required, found = f"one of {', '.join(covering('megatron'))}", f"model_type={family!r}{why}"
+    if getattr(hf_config, "model_type", None) not in covering("megatron"):
+        required, found = f"one of {', '.join(covering('megatron'))}", uncovered(hf_config, "megatron")
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix="set strategy=fsdp2"))
     heads = int(hf_config.num_attention_heads)
     width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
-from jetrl_patch.models.families import covering, family_of, titles
+from jetrl_patch.models.families import covering, titles, uncovered
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive
 
@@ -103,10 +103,7 @@ def _parallel(select: Select) -> Iterator[JetrlError]:
 
 def check_model(hf_config: Any) -> None:
     """Raise ModelError for a family whose VeOmni layers were never compared with those of transformers and of the rollout."""
-    covered, family = covering("veomni"), getattr(hf_config, "model_type", None)
-    if family in covered:
-        return
-    known = family_of(hf_config)
-    why = f" ({known.uncovered['veomni']})" if known else ""
-    found, required = f"model_type={family!r}{why}", f"{titles(covered.values())}, the families compared with the rollout"
-    raise ModelError(explain("the model with VeOmni", required=required, found=found, fix=_INSTEAD))
+    covered = covering("veomni")
+    if getattr(hf_config, "model_type", None) not in covered:
+        found, required = uncovered(hf_config, "veomni"), f"{titles(covered.values())}, the families compared with the rollout"
+        raise ModelError(explain("the model with VeOmni", required=required, found=found, fix=_INSTEAD))

@@ -27,7 +27,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelErr
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE
 from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.kernels.formats import block_of
-from jetrl_patch.models.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
+from jetrl_patch.models.families import DENSE_BLOCKS, LLAMA_LIKE, Family, family_of
 from jetrl_patch.models.layers import is_cut, is_quantized
 from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
 
@@ -222,7 +222,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if tp > 1 and config.on_cut == "refuse":
         # row-parallel layers whose share of K is not a multiple of the block; ``method`` checks the others as it loads
         block = block_of(config.scale_format)
-        split = FAMILIES.get(model.hf_config.model_type, LLAMA_LIKE).split_layers(model.hf_text_config)
+        split = family.split_layers(model.hf_text_config)
         quantized = {name: k for name, k in split.items() if is_quantized(name, config.exclude)}
         if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp, block)]:
             raise cut_error(cut, tp, block)

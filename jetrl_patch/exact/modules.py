@@ -13,7 +13,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import delta_net, elementwise, latent, ops
 from jetrl_patch.exact.elementwise import rope_parameters
-from jetrl_patch.models.families import FAMILIES, Family, covering
+from jetrl_patch.models.families import Family, covering, uncovered
 from jetrl_patch.models.structure import has_delta_nets, text_config
 
 # ---- Exact counterparts of Hugging Face modules, for the trainer, and for vLLM if it runs Hugging Face code
@@ -200,9 +200,7 @@ def check_family(hf_config: Any) -> Family:
     model_type = getattr(hf_config, "model_type", None)
     covered = covering("exact")
     if model_type not in covered:
-        known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-        why = f" ({known.uncovered['exact']})" if known else ""
-        required, found = f"one of the model families {', '.join(covered)}", f"model_type={model_type!r}{why}"
+        required, found = f"one of the model families {', '.join(covered)}", uncovered(hf_config, "exact")
         raise ModelError(explain('align="exact"', required=required, found=found, fix=_WAY_OUT))
     family = covered[model_type]
     problems = []

@@ -298,6 +298,13 @@ def family_of(hf_config: Any) -> Family | None:
     return FAMILIES.get(model_type) or FAMILIES.get(model_type.removesuffix("_text"))
 
 
+def uncovered(hf_config: Any, part: Part) -> str:
+    """The model type of a model that ``part`` does not cover, with the reason if its family's record has one."""
+    family = family_of(hf_config)
+    reason = family.uncovered.get(part) if family else None
+    return f"model_type={getattr(hf_config, 'model_type', None)!r}" + (f" ({reason})" if reason else "")
+
+
 def titles(families: Iterable[Family]) -> str:
     """The titles of at least one family, as a list in a sentence: "A, B and C"."""
     *most, last = (family.title for family in families)

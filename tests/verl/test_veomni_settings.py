@@ -131,6 +131,8 @@ def test_other_families_are_refused_with_the_reason():
         veomni.check_model(config)
     with pytest.raises(ModelError, match=r"required Qwen2/2.5, Qwen3, .* found model_type='mistral' \(its VeOmni layers"):
         veomni.check_model(config_of("mistral"))
+    with pytest.raises(ModelError, match="found model_type='qwen3_vl_text'"):  # alone, of a covered family
+        veomni.check_model(vision_model_config("qwen3_vl").text_config)
 
 
 def test_patches_are_there_where_veomni_is(monkeypatch):
