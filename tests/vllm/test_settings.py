@@ -112,7 +112,7 @@ def test_a_foreign_family_names_the_supported_ones(tmp_path: Any) -> None:
 def test_a_bias_that_vllm_leaves_out_is_refused(tmp_path: Any) -> None:
     models.config_of("qwen3", attention_bias=True, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
     jetrl_patch.enable(precision="fp8-unified")
-    with pytest.raises(ModelError, match=r"this qwen3 model: attention_bias=True.*o_proj"):
+    with pytest.raises(ModelError, match=r"required attention_bias=False .*o_proj\), found attention_bias=True"):
         build(str(tmp_path))
 
 
