@@ -245,7 +245,7 @@ def test_all_problems_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_problems_of_a_model_at_once(tmp_path: Path, place: Path) -> None:
     """The unsupported family and the split, not only the first."""
-    config_of("qwen3", use_sliding_window=True, attention_bias=True).save_pretrained(tmp_path)
+    config_of("qwen3", use_sliding_window=True).save_pretrained(tmp_path)
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     extra = (f"{MODEL}.path={tmp_path}", f"{ROLLOUT}.tensor_model_parallel_size=4")
