@@ -115,7 +115,8 @@ class DeepGemmBackend(GpuBackend):
             for M in self.compiled_rows(most):
                 if most <= SHARE * M and (most <= MANY or M % step == 0):
                     a, b = (torch.empty(size, K, dtype=FP8, device=device) for size in (M, N))
-                    sa, sb = (torch.empty(size, groups(K), device=device) for size in (M, groups(N) if blocks else N))
+                    heights = M, groups(N) if blocks else N
+                    sa, sb = (torch.empty(size, groups(K), dtype=torch.float32, device=device) for size in heights)
                     (self._blocks if blocks else self._rows)(a, sa, b, sb)
         except RuntimeError as error:  # no memory for more rows than the batch has, for example
             logger.warning("jetrl_patch: FP8 kernels for [%d, %d] are compiled when first used: %s", N, K, error)

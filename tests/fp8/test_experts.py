@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from jetrl_patch.backends.row_equality import Verdict
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
+from jetrl_patch.fp8 import grouped
 from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.mixture import groups_of
@@ -232,3 +236,18 @@ def test_experts_that_left_fp8_keep_no_bytes():
     assert any(state._cached is not None for state in layer.own.states())
     layer.own.to_bf16(True)
     assert not list(layer.own.states()) and not list(layer.own.matrices())
+
+
+def test_the_trial_runs_while_vllm_loads(monkeypatch):
+    """Inside the load torch's default dtype is BF16, and the memory comes from vLLM's own pool, where torch frees no cache."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("torch cannot empty its cache inside a pool"))
+    monkeypatch.setattr(grouped, "compare_experts", lambda *_: Verdict(True, ""))
+    monkeypatch.setattr(grouped, "_PROVEN", set())
+    torch.set_default_dtype(BF16)
+    try:
+        device = torch.device("meta")
+        monkeypatch.setattr(grouped, "compare_routes", lambda *_, own=grouped.compare_routes: own(8, 2, torch.device("cpu")))
+        backend = SimpleNamespace(name="triton", grouped=lambda x: object())
+        assert grouped.require_expert_equality(backend, 8, 2, (256, 128), device)
+    finally:
+        torch.set_default_dtype(torch.float32)
