@@ -55,10 +55,17 @@ async def collective_rpc(original: Any, self: Any, method: Any, timeout: Any = N
 
 
 def attach(worker: Any) -> None:
-    """Let a training worker receive what ``announce`` sends: verl calls methods of its checkpoint engine by name."""
+    """Let a training worker receive what ``announce`` sends: verl calls methods of its checkpoint engine by name.
+
+    In a delta sync only rank 0 sends changes. By default, verl's other ranks on its node join each broadcast, and derive its size
+    from their own stream, which has whole weights. They would wait forever, so they stay out.
+    """
     engine = getattr(worker, "checkpoint_engine", None)
-    if engine is not None:
-        setattr(engine, _OFFER, _offered)
+    if engine is None:
+        return
+    setattr(engine, _OFFER, _offered)
+    if session.active_config().sync == "delta" and hasattr(engine, "multi_sender"):
+        engine.multi_sender = False
 
 
 def _offered(held: str) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import queue
+import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("verl")
+
+from verl.checkpoint_engine import CheckpointEngineRegistry
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import metrics, state, transport
@@ -115,12 +120,32 @@ def test_engines_are_asked_before_a_delta_sync_over_a_checkpoint_engine(sync, ba
     assert calls == ["announce"] * asked + ["sync"] * (backend != "naive")
 
 
-def test_a_training_worker_takes_what_it_is_told():
+def test_a_training_worker_takes_what_it_is_told(monkeypatch):
+    monkeypatch.setattr(session, "active_config", lambda: DELTA)
     worker = SimpleNamespace(checkpoint_engine=SimpleNamespace())
     delta.attach(worker)
     worker.checkpoint_engine.jetrl_offer("a")
     assert WORKER.held == "a"
     delta.attach(SimpleNamespace())  # a worker without one: the reference's
+
+
+@pytest.mark.parametrize(("sync", "ranks"), [("full", [0, 1]), ("delta", [0, -1])])
+def test_no_rank_relays_the_buckets_of_a_delta_sync(sync, ranks, monkeypatch):
+    """verl's NCCL engine lets ranks on the sender's node join each broadcast, with sizes from their own, whole weights."""
+    monkeypatch.setattr(CheckpointEngineRegistry, "_registry", {})
+    monkeypatch.setitem(sys.modules, "cupy", MagicMock())  # needs a GPU
+    nccl = importlib.import_module("verl.checkpoint_engine.nccl_checkpoint_engine")
+    monkeypatch.delitem(sys.modules, nccl.__name__)
+    if not hasattr(nccl.NCCLCheckpointEngine, "_multi_sender_ranks"):
+        pytest.skip("this verl has one sender")
+    monkeypatch.setattr(session, "active_config", lambda: Config(sync=sync))
+    monkeypatch.setattr(nccl.NCCLCheckpointEngine, "get_node_id", staticmethod(lambda: "node"))
+    monkeypatch.setattr(nccl.NCCLCheckpointEngine, "_start_zmq_server", lambda self: setattr(self, "listen_port", 1))
+    monkeypatch.setattr(nccl.NCCLCheckpointEngine, "ip", "", raising=False)
+    engine = nccl.NCCLCheckpointEngine(1 << 20, is_master=True)
+    delta.attach(SimpleNamespace(checkpoint_engine=engine))
+    actors, _ = engine.build_topology(2, 1, [engine.prepare()] * 3)
+    assert actors["rank"] == ranks
 
 
 def test_the_greeting_of_a_colocated_engine_is_the_offer():
