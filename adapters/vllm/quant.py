@@ -22,7 +22,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from jetrl_patch import session
-from jetrl_patch.adapters.vllm import delta_net
 from jetrl_patch.adapters.vllm.compat import latent_backends
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
@@ -211,6 +210,9 @@ def _quantization(name: str, journal: Journal) -> None:
 
 
 def _exact(journal: Journal) -> None:
+    # only here: what it imports of vLLM asks the GPU, and so takes memory of one in the process that builds the engine
+    from jetrl_patch.adapters.vllm import delta_net
+
     rounding = "the order and rounding of Hugging Face models"
     for name, (op, reason) in {
         **{name: (op, rounding) for name, op in (OPS | delta_net.OPS).items()},

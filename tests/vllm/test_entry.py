@@ -46,3 +46,9 @@ def test_the_entry_point_is_declared() -> None:
 
     (point,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "jetrl_patch"]
     assert point.value == "jetrl_patch.adapters.vllm.entry:register"
+
+
+def test_the_quantization_asks_no_gpu_when_it_is_imported() -> None:
+    """vLLM's delta rule does. The process that builds the engine would then take memory of a GPU, and could not be forked."""
+    code = "import sys, jetrl_patch.adapters.vllm.quant; assert not [name for name in sys.modules if '.gdn.qwen' in name]"
+    subprocess.run([sys.executable, "-c", code], check=True)
