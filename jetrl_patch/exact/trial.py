@@ -212,7 +212,7 @@ class _Trial:
         trained = delta_net.delta_net(x, (a, b), weights, self.integers(ends), shape)
         count = len(lengths)
         taps = torch.full((count + 1, (TAPS - 1) * C), float("nan"), dtype=x.dtype, device=x.device)
-        states = taps, torch.full((count + 1, H * K * V), float("nan"), device=x.device)
+        states = taps, torch.full((count + 1, H * K * V), float("nan"), dtype=torch.float32, device=x.device)
         halves = [(0, n // 2) for n in lengths], [(n // 2, n - 1) for n in lengths]
         for spans in (*halves, [(n - 1, n) for n in lengths]):
             live = [r for r, (begin, end) in enumerate(spans) if begin < end]

@@ -312,7 +312,7 @@ def delta_inputs(
     T, C = y_TC.shape
     a_TH, b_TH = (_sized(_rows(t, _BF16, name), (T, H), name) for t, name in ((a_TH, "a"), (b_TH, "b")))
     A_log, dt_bias = (_sized(_rows(t, _BF16, name), (H,), name) for t, name in ((A_log, "A_log"), (dt_bias, "dt_bias")))
-    found = DeltaInputs(*(torch.empty(T, *shape) for shape in ((KH, K), (KH, K), (H,), (H,))))
+    found = DeltaInputs(*(torch.empty(T, *shape, dtype=torch.float32) for shape in ((KH, K), (KH, K), (H,), (H,))))
     gates = (a_TH, a_TH.stride(0), b_TH, b_TH.stride(0), A_log, dt_bias)
     _call("jetrl_delta_inputs", y_TC.contiguous(), *gates, T, KH, H, K, C, *found, _threads(T * (KH * K + 64 * H)))
     return found
@@ -340,7 +340,7 @@ def delta_gradients(
     KH, H, K, V = sizes
     v, starts, grad_THV = y_TC[:, 2 * KH * K :], starts.contiguous(), grad_THV.float().contiguous()
     T, R = y_TC.shape[0], starts.numel() - 1
-    per_head = [torch.empty(T, H, *shape) for shape in ((K,), (K,), (V,), (), ())]
+    per_head = [torch.empty(T, H, *shape, dtype=torch.float32) for shape in ((K,), (K,), (V,), (), ())]
     q, k, decay, beta = inputs
     arguments = (q, k, v, v.stride(0), decay, beta, starts, R, grad_THV, *sizes, *per_head)
     _checked(_call("jetrl_delta_gradients", *arguments, _threads(T * H * K * V)))

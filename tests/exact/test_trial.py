@@ -170,3 +170,22 @@ def test_a_trainer_without_the_ops_is_refused_before_its_model_changes(monkeypat
     with pytest.raises(ConfigError, match=r"sees no CUDA device\. Use align='linear' on CUDA"):
         prepare_model(model, jetrl_patch.Config(precision="fp8-unified").resolved(), device_type="cuda")
     assert [type(module) for module in model.modules()] == before
+
+
+def test_the_states_of_a_delta_net_are_fp32_under_any_default_dtype(monkeypatch):
+    """vLLM loads a model with BF16 as torch's default dtype."""
+    found = []
+
+    def paged(*given):
+        found.append(given[5][1].dtype)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(trial.delta_net, "delta_net", lambda x, *_: x)
+    monkeypatch.setattr(trial.delta_net, "delta_net_paged", paged)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(RuntimeError, match="enough"):
+            trial._Trial(trial.Sizes(256, 0, 4, 2, 64, 0), "cpu", (1, 5)).delta_net((2, 4, 64, 64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32]
