@@ -32,6 +32,7 @@ def _create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from jetrl_patch.adapters.vllm.worker import attach
 
+    ADAPTER.prepare_worker(self)
     result = original(self, *args, **kwargs)
     attach(self, session.active_config())
     return result
@@ -141,7 +142,8 @@ class VllmAdapter(Adapter):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._unfilled: tuple[Config, Journal] | None = None  # the session whose registries ``install`` has to fill
+        self._session: tuple[Config, Journal] | None = None
+        self._filled = False  # whether ``install`` has filled its registries
 
     def services(self) -> Services:
         from jetrl_patch.adapters.vllm import sample
@@ -150,19 +152,27 @@ class VllmAdapter(Adapter):
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Keep the settings and the journal for ``install``, which fills the registries later."""
-        self._unfilled = (config, journal)
+        self._session, self._filled = (config, journal), False
 
     def on_undo(self) -> None:
-        self._unfilled = None
+        self._session = None
 
     def install(self) -> None:
         """Fill vLLM's registries, unless they are filled or this process is not patched."""
         with self._lock:
-            if self._unfilled is not None:
+            if self._session is not None and not self._filled:
                 from jetrl_patch.adapters.vllm.quant import fill
 
-                fill(*self._unfilled)
-                self._unfilled = None
+                fill(*self._session)
+                self._filled = True
+
+    def prepare_worker(self, worker: Any) -> None:
+        """Do what exact mode needs before a worker loads its model."""
+        with self._lock:
+            if self._session is not None and self._session[0].exact:
+                from jetrl_patch.adapters.vllm.quant import prepare_worker
+
+                prepare_worker(worker, *self._session)
 
     def patches(self, config: Config) -> Sequence[Patch]:
         return needed((*PATCHES, *FIXES), config)

@@ -1,4 +1,7 @@
-"""Gated delta nets of the rollout in exact mode: the trainer's ops over vLLM's cache of states."""
+"""Gated delta nets of the rollout in exact mode: the trainer's ops over vLLM's cache of states.
+
+Only a worker may import this file: what it imports of vLLM asks the GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,12 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadata, GDNAttentionMetadataBuilder
 
 from jetrl_patch.adapters.vllm.fixes import unpacked
-from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.exact import ops
 from jetrl_patch.exact.delta_net import delta_net_paged
 from jetrl_patch.patching.patch import constant
-
-
-class ExactOnePlusNorm(GemmaRMSNorm):
-    """Normalizes the sum of input and residual rounded to BF16, and multiplies by 1 + weight."""
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
-        if residual is None:
-            return ops.rms_norm(x, self.weight.data, self.variance_epsilon, one_plus=True)
-        residual = residual + x
-        return ops.rms_norm(residual, self.weight.data, self.variance_epsilon, one_plus=True), residual
-
-
-class ExactGatedNorm(RMSNormGated):
-    """RMSNorm over the whole width, multiplied by SiLU(gate) rounded to BF16."""
-
-    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` and ``z [..., D]`` BF16 -> ``[..., D]`` BF16."""
-        if z is None or self.group_size is not None or not self.norm_before_gate or self.activation not in ("silu", "swish"):
-            required, found = "SiLU after a norm of the whole width", f"{self.activation}, groups of {self.group_size}"
-            raise ModelError(explain("align='exact' of a gated norm", required=required, found=found, fix="use align='linear'"))
-        return ops.silu_mul(z, ops.rms_norm(x, self.weight.data, self.eps))
 
 
 class ExactDeltaNetBuilder(GDNAttentionMetadataBuilder):
@@ -95,10 +73,3 @@ class ExactDeltaNet(QwenGatedDeltaNetAttention):
         where = (slots[:requests], ~has_state[:requests])
         a, b = (gate[:tokens] for gate in gates)
         core[:tokens] = delta_net_paged(mixed[:tokens], (a, b), weights, starts[: requests + 1], sizes, self.kv_cache[:2], *where)
-
-
-OPS: dict[str, type] = {
-    "GemmaRMSNorm": ExactOnePlusNorm,
-    "RMSNormGated": ExactGatedNorm,
-    "QwenGatedDeltaNetAttention": ExactDeltaNet,
-}

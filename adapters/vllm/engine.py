@@ -21,6 +21,7 @@ from jetrl_patch.adapters.vllm.compat import (
 from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.quant import quantization_name
+from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
@@ -272,7 +273,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> Non
 
     model = vllm_config.model_config
     check_kernels(hf_config, config, str(current_platform.device_type))
-    device_problems(vllm_config)
+    device_problems(vllm_config, config)
     family = check_family(hf_config)
     if family.delta_net:
         _run_eagerly(vllm_config, config)
@@ -320,16 +321,24 @@ def _mm_problems(vllm_config: VllmConfig) -> dict[str, bool]:
     }
 
 
-def device_problems(vllm_config: VllmConfig) -> None:
-    """Choose the backend of latent attention on a GPU.
+def device_problems(vllm_config: VllmConfig, config: Config) -> None:
+    """Check what the device can run, and choose the backend of latent attention on a GPU.
 
-    Raises ConfigError if the device lacks the exact ops, ModelError if no attention kernel fits the head width.
+    The capability is what the driver tells vLLM's platform. Asking torch, or importing DeepGEMM, would initialize CUDA, which
+    takes memory of the first GPU, and this process could then not be forked. So a worker chooses the GEMM backend.
+
+    Raises ConfigError if the device lacks the exact ops or the backend, ModelError if no attention kernel fits the head width.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        choose_backend(config.backend, "cpu", config.scale_format)
         return
-    refuse_exact_on("cuda" if current_platform.is_cuda() else current_platform.device_type)
+    device = "cuda" if current_platform.is_cuda() else current_platform.device_type
+    found = current_platform.get_device_capability()
+    sm = None if found is None else (found.major, found.minor)
+    refuse_exact_on(device, sm)
+    choose_backend(config.backend, device, config.scale_format, sm)
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from jetrl_patch.kernels.attention import check_head_dim

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
@@ -47,6 +47,28 @@ class ExactRMSNorm(RMSNorm):
             return ops.rms_norm(x, self.weight.data, self.variance_epsilon)
         residual = residual + x
         return ops.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+
+
+class ExactOnePlusNorm(GemmaRMSNorm):
+    """Normalizes the sum of input and residual rounded to BF16, and multiplies by 1 + weight."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
+        if residual is None:
+            return ops.rms_norm(x, self.weight.data, self.variance_epsilon, one_plus=True)
+        residual = residual + x
+        return ops.rms_norm(residual, self.weight.data, self.variance_epsilon, one_plus=True), residual
+
+
+class ExactGatedNorm(RMSNormGated):
+    """RMSNorm over the whole width, multiplied by SiLU(gate) rounded to BF16."""
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` and ``z [..., D]`` BF16 -> ``[..., D]`` BF16."""
+        if z is None or self.group_size is not None or not self.norm_before_gate or self.activation not in ("silu", "swish"):
+            required, found = "SiLU after a norm of the whole width", f"{self.activation}, groups of {self.group_size}"
+            raise ModelError(explain("align='exact' of a gated norm", required=required, found=found, fix="use align='linear'"))
+        return ops.silu_mul(z, ops.rms_norm(x, self.weight.data, self.eps))
 
 
 class ExactLogitsProcessor(LogitsProcessor):
@@ -171,6 +193,8 @@ class ExactDeepseekScalingRotaryEmbedding(ExactRotaryEmbedding, DeepseekScalingR
 OPS: dict[str, type] = {
     "LogitsProcessor": ExactLogitsProcessor,
     "RMSNorm": ExactRMSNorm,
+    "GemmaRMSNorm": ExactOnePlusNorm,
+    "RMSNormGated": ExactGatedNorm,
     "SiluAndMul": ExactSiluAndMul,
     "RotaryEmbedding": ExactRotaryEmbedding,
     "MRotaryEmbedding": ExactMRotaryEmbedding,

@@ -34,6 +34,7 @@ from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, expla
 from jetrl_patch.exact.dispatch import configure
 from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.layers import experts_quantized, is_cut, is_quantized
+from jetrl_patch.models.structure import has_delta_nets
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import constant
 
@@ -171,8 +172,23 @@ def fill(config: Config, journal: Journal) -> None:
     if not current_platform.is_cpu():
         _wait_for_kernels(journal)
     if config.exact:
-        configure(config.backend, current_platform.device_type, config.scale_format)
         _exact(journal)
+
+
+def prepare_worker(worker: Any, config: Config, journal: Journal) -> None:
+    """Before a worker loads its model in exact mode: choose the ops, and register the delta net of a model that has some.
+
+    Both ask the GPU. So ``fill`` does neither: it also runs in the process that builds the engine and in the engine's core, which
+    vLLM keeps free of CUDA. There, ``engine`` checks what can run.
+
+    Raises ConfigError as ``exact.dispatch.configure``, ConflictError if another plugin registered a delta net.
+    """
+    configure(config.backend, current_platform.device_type, config.scale_format)
+    if has_delta_nets(worker.vllm_config.model_config.hf_config):
+        from jetrl_patch.adapters.vllm.delta_net import ExactDeltaNet
+
+        name, reason = "QwenGatedDeltaNetAttention", "the trainer's delta rule and its states"
+        _claim(journal, custom_op.op_registry_oot, name, ExactDeltaNet, f"vllm out-of-tree op {name!r}", reason)
 
 
 def _wait_for_kernels(journal: Journal) -> None:
@@ -187,8 +203,10 @@ def _wait_for_kernels(journal: Journal) -> None:
 
 
 def _claim(journal: Journal, registry: Any, key: Any, value: Any, target: str, reason: str) -> None:
-    """Add an entry to a vLLM registry. Raises ConflictError if the key is taken."""
+    """Add an entry to a vLLM registry, unless it is there. Raises ConflictError if the key is taken."""
     held = registry.get(key)
+    if held is value:
+        return
     if held is not None:
         fix = "disable the plugin that registered it"
         raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix=fix))
@@ -210,12 +228,9 @@ def _quantization(name: str, journal: Journal) -> None:
 
 
 def _exact(journal: Journal) -> None:
-    # only here: what it imports of vLLM asks the GPU, and so takes memory of one in the process that builds the engine
-    from jetrl_patch.adapters.vllm import delta_net
-
     rounding = "the order and rounding of Hugging Face models"
     for name, (op, reason) in {
-        **{name: (op, rounding) for name, op in (OPS | delta_net.OPS).items()},
+        **{name: (op, rounding) for name, op in OPS.items()},
         "RowParallelLinear": (ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order"),
         "ParallelLMHead": (ExactHead, "heads that are built without a quantization"),
         "ReplicatedLinear": (ExactReplicatedLinear, "routers that are built without a quantization"),

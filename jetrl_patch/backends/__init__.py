@@ -30,12 +30,14 @@ _CLASSES = {
 _PREFERRED = ("deep_gemm", "triton")
 
 
-def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow2") -> str:
+def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow2", sm: tuple[int, int] | None = None) -> str:
     """Resolve ``Config.backend`` to a backend's name for this device type.
 
     "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
     Triton kernels on Hopper, and the torch reference everywhere else. The manifest of every weight sync contains the choice, so a
     run stops if its processes chose differently. With "mxfp8" on a GPU the only kernel is that for Blackwell, "mx".
+
+    With ``sm``, the GPU's compute capability, this only checks what can be checked without CUDA, and "auto" stays "auto".
 
     Raises ConfigError if the name is unknown, or the backend or the scale format cannot run here.
     """
@@ -45,7 +47,7 @@ def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow
     if name not in ("auto", "native", "torch", *CHECKS):
         raise ConfigError(f"backend={name!r} is unknown. Choose one of auto, native, torch, {', '.join(CHECKS)}.")
     if scale_format == "mxfp8":
-        refuse_mx_on(device_type)
+        refuse_mx_on(device_type, sm)
     if name == "torch":
         return name
     on_cpu, found = device_type == "cpu", f"device type {device_type!r}"
@@ -54,7 +56,7 @@ def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow
     if not on_cpu and name == "native":
         raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
     if not on_cpu:
-        return "mx" if scale_format == "mxfp8" else _on_gpu(name)
+        return "mx" if scale_format == "mxfp8" else _on_gpu(name, sm)
     ok, reason = build.available()
     if not ok and name == "native":
         raise ConfigError(f"backend={name!r} cannot run here: {reason}")
@@ -63,9 +65,11 @@ def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow
     return "native" if ok else "torch"
 
 
-def _on_gpu(name: str) -> str:
+def _on_gpu(name: str, sm: tuple[int, int] | None) -> str:
     from jetrl_patch.backends.capability import CHECKS, deep_gemm_installed
 
+    if name == "auto" and sm is not None:
+        return name
     if name == "auto":
         checked = {candidate: CHECKS[candidate]() for candidate in _PREFERRED}
         served = next((candidate for candidate, (ok, _) in checked.items() if ok), None)
@@ -74,7 +78,7 @@ def _on_gpu(name: str) -> str:
         elif served != _PREFERRED[0]:
             _say_next(_PREFERRED[0], checked[_PREFERRED[0]][1], served, deep_gemm_installed())
         return served or "torch"
-    ok, reason = CHECKS[name]()
+    ok, reason = CHECKS[name](sm)
     if not ok:
         fix = 'use backend="auto" or "torch"'
         raise ConfigError(explain(f"backend={name!r}", required="a backend that runs on this device", found=reason, fix=fix))

@@ -1,6 +1,7 @@
 """What each GPU backend and the exact ops require: ``check_*() -> (ok, reason)``, as in ``native.machine``.
 
-The reason is what was found if ok, and what is missing otherwise. No check launches a kernel.
+The reason is what was found if ok, and what is missing otherwise. No check launches a kernel. Those of a GPU initialize CUDA,
+unless they are given its compute capability ``sm``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.native.machine import Check, check_hopper, check_nvcc
 from jetrl_patch.patching.guards import installed_version
 
+Capability = tuple[int, int]
+
 #: the first cuBLASLt with block scales
 CUDA_OF_CUBLASLT = (12, 9)
 #: the first TransformerEngine with the recipe Float8BlockScaling (Megatron requires the same)
@@ -31,16 +34,16 @@ MX_MAJOR = 10
 ABSENT = "is not installed"
 
 
-def check_triton() -> Check:
+def check_triton(sm: Capability | None = None) -> Check:
     """Whether the project's own kernels run here."""
-    ok, reason = check_hopper()
+    ok, reason = check_hopper(sm)
     missing = _missing("triton") if ok else None
     return (ok, reason) if missing is None else (False, missing)
 
 
-def check_cublaslt() -> Check:
+def check_cublaslt(sm: Capability | None = None) -> Check:
     """Whether ``torch.nn.functional.scaled_mm`` accepts block scales here."""
-    ok, reason = check_hopper()
+    ok, reason = check_hopper(sm)
     if not ok:
         return ok, reason
     version = torch.version.cuda or "0.0"
@@ -49,9 +52,9 @@ def check_cublaslt() -> Check:
     return True, f"CUDA {version}"
 
 
-def check_deep_gemm() -> Check:
-    """Whether a DeepGEMM can be imported here and compile its kernels."""
-    ok, reason = check_hopper()
+def check_deep_gemm(sm: Capability | None = None) -> Check:
+    """Whether a DeepGEMM can be imported here and compile its kernels. With ``sm`` one that is installed is not imported."""
+    ok, reason = check_hopper(sm)
     if not ok:
         return ok, reason
     compiler = ""
@@ -60,6 +63,8 @@ def check_deep_gemm() -> Check:
         ok, compiler = check_nvcc(deep_gemm_version())
         if not ok:
             return ok, compiler
+        if sm is not None:
+            return ok, compiler  # its import asks the GPU
     module, found = find_deep_gemm()
     return module is not None, f"{found}, {compiler}" if module is not None else found
 
@@ -78,18 +83,18 @@ def deep_gemm_version() -> str | None:
     return None if said is None else said[1]
 
 
-def check_te() -> Check:
+def check_te(sm: Capability | None = None) -> Check:
     """Whether TransformerEngine has block scaling, and cuBLASLt, which computes its products, can run."""
     version = installed_version("transformer_engine")
     if version is None:
         return False, "transformer_engine is not installed"
     if Version(version).release < TE_OF_BLOCKWISE:
         return False, f"recipe Float8BlockScaling needs transformer_engine 2.3 or newer, and {version} is installed"
-    ok, reason = check_cublaslt()
+    ok, reason = check_cublaslt(sm)
     return ok, f"transformer_engine {version}, {reason}" if ok else reason
 
 
-CHECKS: dict[str, Callable[[], Check]] = {
+CHECKS: dict[str, Callable[..., Check]] = {
     "deep_gemm": check_deep_gemm,
     "triton": check_triton,
     "cublaslt": check_cublaslt,
@@ -97,12 +102,12 @@ CHECKS: dict[str, Callable[[], Check]] = {
 }
 
 
-def refuse_mx_on(device_type: str) -> None:
+def refuse_mx_on(device_type: str, sm: Capability | None = None) -> None:
     """Raise ConfigError for a device without products of MXFP8: a GPU that is not a Blackwell of compute capability 10."""
     if device_type == "cpu":
         return
-    ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
-    if ok and (found := torch.cuda.get_device_capability())[0] != MX_MAJOR:
+    ok, reason = check_exact_cuda(sm) if device_type == "cuda" else (False, f"device type {device_type!r}")
+    if ok and (found := sm or torch.cuda.get_device_capability())[0] != MX_MAJOR:
         ok, reason = False, f"compute capability {found[0]}.{found[1]}"
     if not ok:
         required = f"a CPU, or a Blackwell GPU of compute capability {MX_MAJOR}.0 with triton"
@@ -149,28 +154,28 @@ def _broken(name: str, error: Exception) -> str:
 LEAST = (8, 0)
 
 
-def check_exact_cuda() -> Check:
+def check_exact_cuda(sm: Capability | None = None) -> Check:
     """Whether the Triton kernels that trainer and rollout share can run here."""
-    if not torch.cuda.is_available():
+    if sm is None and not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no CUDA device"
     if torch.version.hip is not None:
         return False, f"a torch built for ROCm {torch.version.hip}"
-    found = torch.cuda.get_device_capability()
+    found = sm or torch.cuda.get_device_capability()
     if found < LEAST:
         return False, f"compute capability {found[0]}.{found[1]}, below 8.0"
     if importlib.util.find_spec("triton") is None:
         return False, "the triton package is not installed"
-    return True, torch.cuda.get_device_name()
+    return True, torch.cuda.get_device_name() if sm is None else ""
 
 
-def refuse_exact_on(device_type: str) -> None:
+def refuse_exact_on(device_type: str, sm: Capability | None = None) -> None:
     """Raise ConfigError for a device without the ops that trainer and rollout share in exact mode.
 
     On CUDA, this checks that they can run. ``exact.trial`` checks that they are exact before an engine serves.
     """
     if device_type == "cpu":
         return
-    ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
+    ok, reason = check_exact_cuda(sm) if device_type == "cuda" else (False, f"device type {device_type!r}")
     if not ok:
         what, fix = f"align='exact' on {device_type.upper()}", f"use align='linear' on {device_type.upper()}"
         required = "a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton"

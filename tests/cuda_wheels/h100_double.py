@@ -7,6 +7,7 @@ the schemas that the wheel's libraries hold.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import json
@@ -51,6 +52,9 @@ _NVML: dict[str, Callable[..., Any]] = {
 }
 #: it reads the driver through private functions of torch, which a CPU build does not have
 _PLATFORM: dict[str, Callable[..., Any]] = {"_cuda_device_count_stateless": lambda visible=None: GPUS}
+#: what a process has asked of torch that initializes CUDA; the driver answers the other two (PYTORCH_NVML_BASED_CUDA_CHECK)
+ASKED: list[str] = []
+_ASKS = _CUDA.keys() - {"is_available", "device_count"}
 #: operators that return what the hardware supports; on Hopper FP8 and not FP4
 _SUPPORTS = {
     "cutlass_scaled_mm_supports_fp8": True,
@@ -90,6 +94,15 @@ def _answer(module: Any, answers: dict[str, Callable[..., Any]]) -> None:
         setattr(module, name, answer)
 
 
+def _recorded(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(answer)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        ASKED.append(name)
+        return answer(*args, **kwargs)
+
+    return ask
+
+
 def _offer_sleep_mode(cumem: Any) -> None:
     """A configuration with sleep mode asks only whether the allocator's library and the CUDA runtime could be loaded."""
     assert cumem.cumem_available is False
@@ -99,7 +112,7 @@ def _offer_sleep_mode(cumem: Any) -> None:
 def stand_in(libraries: Path) -> None:
     """Put the doubles in place. Call it before vLLM is imported. ``libraries`` is the file that ``cuda_python`` wrote."""
     assert "vllm" not in sys.modules
-    _answer(torch.cuda, _CUDA)
+    _answer(torch.cuda, _CUDA | {name: _recorded(name, _CUDA[name]) for name in _ASKS})
     wrapt.register_post_import_hook(lambda nvml: _answer(nvml, _NVML), "vllm.third_party.pynvml")
     wrapt.register_post_import_hook(lambda platform: _answer(platform, _PLATFORM), "vllm.platforms.cuda")
     wrapt.register_post_import_hook(_offer_sleep_mode, "vllm.device_allocator.cumem")

@@ -13,11 +13,12 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from tests.cuda_wheels.cases import CASES, OTHERS, REFUSED, STOCK, V2_RUNNER, Case
-from tests.cuda_wheels.h100_double import stand_in
+from tests.cuda_wheels.h100_double import ASKED, stand_in
 from tests.models import config_of
 
 _ARCHITECTURES = {
@@ -51,6 +52,7 @@ def resolve(case: Case, model: str) -> dict[str, Any]:
         "cache": engine.cache_config.cache_dtype,
         "worker": engine.parallel_config.worker_cls,
         "flashinfer": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER"),
+        "asked": list(ASKED),
     }
     describe = kinds if case in OTHERS.values() else layers
     return found | (describe(engine) if engine.parallel_config.world_size == 1 else {})
@@ -65,6 +67,9 @@ def built(engine: Any) -> Any:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from jetrl_patch.adapters.vllm.adapter import ADAPTER
+
+    ADAPTER.prepare_worker(SimpleNamespace(vllm_config=engine))
     destroy_model_parallel()
     initialize_model_parallel(1, 1)
     meta, any_stream = torch.device("meta"), mock.patch.multiple(torch.cuda, Stream=mock.MagicMock(), Event=mock.MagicMock())
@@ -143,6 +148,7 @@ def run(case: Case, model: str) -> dict[str, Any]:
     import jetrl_patch
 
     before = dict(os.environ)
+    ASKED.clear()
     try:
         os.environ.update(case.environment)
         if case.plugin is not None:

@@ -82,6 +82,12 @@ def test_vllm_alone_compiles_and_captures(version: str) -> None:
         assert found["page bytes"] == found["cache bytes"] == PAGE * HEADS * 2 * WIDTH * 2
 
 
+@pytest.mark.parametrize("name", ["stock", *CASES, *OTHERS])
+def test_only_a_worker_initializes_cuda(version: str, name: str) -> None:
+    """The process that builds the engine would take memory of the first GPU, and could no longer be forked."""
+    assert resolved(version)[name]["asked"] == []
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_settings(version: str, name: str) -> None:
     case, found = CASES[name], resolved(version)[name]

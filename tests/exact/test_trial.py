@@ -127,9 +127,9 @@ def test_it_is_tried_once_and_never_on_a_cpu(monkeypatch):
 def test_which_ops_serve_on_cuda(backend, monkeypatch):
     monkeypatch.setattr(dispatch, "_chosen", {})
     monkeypatch.setattr(dispatch, "choose_backend", lambda name, *asked: name)
-    monkeypatch.setattr(capability, "check_exact_cuda", lambda: (True, "Some GPU"))
+    monkeypatch.setattr(capability, "check_exact_cuda", lambda *sm: (True, "Some GPU"))
     assert dispatch.configure(backend, "cuda") == ("torch" if backend == "torch" else "triton")
-    monkeypatch.setattr(capability, "check_exact_cuda", lambda: (False, "none"))
+    monkeypatch.setattr(capability, "check_exact_cuda", lambda *sm: (False, "none"))
     if backend == "torch":
         assert dispatch.configure(backend, "cuda") == "torch"
     else:

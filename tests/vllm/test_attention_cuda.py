@@ -298,10 +298,8 @@ def test_a_worker_with_another_attention_does_not_serve() -> None:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch.adapters.vllm import quant
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
-    monkeypatch.setattr(quant, "configure", lambda *_: "triton")
     off = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER")  # graphs that are not proven, and other log-probs
     for name in off:
         monkeypatch.delenv(name, raising=False)
@@ -317,11 +315,10 @@ def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cuda")
 def test_flashinfers_sampler_is_refused_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log-probs vary from about 44 sequences a batch on (vllm#51187)."""
-    from jetrl_patch.adapters.vllm import quant
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
-    for module, name in ((quant, "configure"), (engine, "device_problems"), (engine, "sequence_parallel")):
-        monkeypatch.setattr(module, name, lambda *_: [])
+    for name in ("device_problems", "sequence_parallel"):
+        monkeypatch.setattr(engine, name, lambda *_: [])
     model = SimpleNamespace(head_dtype=torch.bfloat16, using_transformers_backend=lambda: False)
     config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=False, parallel_config=None)
     for asked in ("0", "1"):
@@ -379,8 +376,8 @@ def test_the_trial_finds_the_sizes_of_every_family(model_type: str) -> None:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "refuse_exact_on", lambda kind: None)
+    monkeypatch.setattr(engine, "refuse_exact_on", lambda *_: None)
     model = SimpleNamespace(get_head_size=lambda: 96, hf_config=config_of("qwen3"))
     config = SimpleNamespace(model_config=model)
     with pytest.raises(ModelError, match="head dimension 64, 128, 256, found 96"):
-        engine.device_problems(config)
+        engine.device_problems(config, Config(backend="torch"))

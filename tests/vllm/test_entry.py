@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -48,7 +49,14 @@ def test_the_entry_point_is_declared() -> None:
     assert point.value == "jetrl_patch.adapters.vllm.entry:register"
 
 
-def test_the_quantization_asks_no_gpu_when_it_is_imported() -> None:
-    """vLLM's delta rule does. The process that builds the engine would then take memory of a GPU, and could not be forked."""
-    code = "import sys, jetrl_patch.adapters.vllm.quant; assert not [name for name in sys.modules if '.gdn.qwen' in name]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_it_asks_no_gpu() -> None:
+    """vLLM's delta rule does when it is imported, and so does the choice of a backend. Both are a worker's.
+
+    The process that builds the engine would then take memory of a GPU, and could not be forked.
+    """
+    code = (
+        "import sys; from jetrl_patch.adapters.vllm.entry import register; from jetrl_patch.exact import dispatch; register(); "
+        "from vllm.model_executor.custom_op import op_registry_oot as ops; "
+        "assert 'RMSNorm' in ops and not dispatch._chosen and not [name for name in sys.modules if '.gdn.qwen' in name]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JETRL_PRECISION": "fp8-unified"})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from jetrl_patch.adapters.transformers.prepare import prepare_model
-from jetrl_patch.backends import capability, get_backend
+from jetrl_patch.adapters.vllm.engine import device_problems
+from jetrl_patch.backends import capability, choose_backend, get_backend
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 
@@ -28,8 +31,7 @@ def rollout(backend):
     return BlockFp8(Config(precision="fp8-unified", align="linear", backend=backend)).backend(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("side", [trainer, rollout])
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("backend", "sm", "cuda", "match"),
     [
         ("triton", None, "13.0", "sees no CUDA device"),
@@ -39,6 +41,10 @@ def rollout(backend):
         ("native", (9, 0), "13.0", "required a CPU, found device type 'cuda'"),
     ],
 )
+
+
+@pytest.mark.parametrize("side", [trainer, rollout])
+@CASES
 def test_both_sides_say_the_same(side, backend, sm, cuda, match, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: sm)
@@ -48,9 +54,52 @@ def test_both_sides_say_the_same(side, backend, sm, cuda, match, monkeypatch):
         side(backend)
 
 
+def asked(*args):
+    raise AssertionError("this initializes CUDA")
+
+
+def on_cuda(monkeypatch, sm):
+    """vLLM's platform is CUDA, and the driver says this capability; asking torch is an error."""
+    found = None if sm is None else DeviceCapability(*sm)
+    for name, answer in (("is_cpu", False), ("is_cuda", True), ("get_device_capability", found)):
+        monkeypatch.setattr(type(current_platform), name, lambda *args, answer=answer: answer)
+    for name in ("get_device_capability", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+
+
+@CASES
+def test_so_does_the_process_that_builds_an_exact_engine(backend, sm, cuda, match, monkeypatch):
+    on_cuda(monkeypatch, sm)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=match):
+        device_problems(None, Config(backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sm", "match"),
+    [
+        ({}, (7, 5), r"compute capability 7\.5, below 8\.0"),
+        ({"scale_format": "mxfp8"}, (9, 0), r"required a CPU, or a Blackwell .* found compute capability 9\.0"),
+    ],
+)
+def test_what_exact_mode_needs_is_asked_of_the_driver(settings, sm, match, monkeypatch):
+    on_cuda(monkeypatch, sm)
+    with pytest.raises(ConfigError, match=match):
+        device_problems(None, Config(**settings))
+
+
+def test_deep_gemm_is_not_imported_there(monkeypatch):
+    monkeypatch.setattr(capability, "_missing", lambda name: None)
+    monkeypatch.setattr(capability, "deep_gemm_version", lambda: None)
+    monkeypatch.setattr(capability, "check_nvcc", lambda version: (True, "nvcc 13.0"))
+    monkeypatch.setattr(capability, "find_deep_gemm", asked)
+    for backend in ("deep_gemm", "auto"):
+        assert choose_backend(backend, "cuda", sm=(9, 0)) == backend
+
+
 @pytest.mark.parametrize("side", [trainer, rollout])
 def test_an_older_gpu_falls_back_to_the_reference_on_both_sides(side, monkeypatch):
-    monkeypatch.setattr(capability, "check_hopper", lambda: (False, "this device has 8.0"))
+    monkeypatch.setattr(capability, "check_hopper", lambda *sm: (False, "this device has 8.0"))
     if side is rollout:
         assert rollout("auto") is get_backend("torch")
         return

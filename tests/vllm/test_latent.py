@@ -17,6 +17,7 @@ import jetrl_patch
 from jetrl_patch.adapters.vllm import install, postload
 from jetrl_patch.adapters.vllm.fixes import keep_latent_weight
 from jetrl_patch.adapters.vllm.sample import generate
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.digest import add
@@ -285,15 +286,15 @@ def test_an_engine_on_a_gpu_gets_that_backend(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    monkeypatch.setattr(settings, "refuse_exact_on", lambda device: None)
+    monkeypatch.setattr(settings, "refuse_exact_on", lambda *_: None)
     for family, chosen in (("deepseek_v3", AttentionBackendEnum.TRITON_MLA), ("qwen3", AttentionBackendEnum.CUSTOM)):
         model = SimpleNamespace(hf_config=models.config_of(family), get_head_size=lambda: 576)
         given: Any = SimpleNamespace(model_config=model, attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM))
         if family == "qwen3":
             with pytest.raises(ModelError, match="required head dimension 64, 128, 256, found 576"):
-                settings.device_problems(given)
+                settings.device_problems(given, Config(backend="torch"))
         else:
-            settings.device_problems(given)
+            settings.device_problems(given, Config(backend="torch"))
         assert given.attention_config.backend == chosen
 
 
