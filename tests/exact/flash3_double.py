@@ -76,19 +76,25 @@ class FlashAttention3:
             need(block_table.dtype == torch.int32 and block_table.stride(-1) == 1, "page_table")
             need(k.dim() == 4 and v.shape == k.shape and block_table.shape[0] == R == seqused_k.numel(), "shapes of pages")
             need(all(s % 8 == 0 for t in (k, v) for s in t.stride()[:-1]), "16 bytes for cp.async")
-        starts = cu_seqlens_q.tolist()
-        need(starts[-1] == T, "cu_seqlens_q ends with the queries")
-        need(max(b - a for a, b in itertools.pairwise(starts)) <= max_seqlen_q, "max_seqlen_q is a bound")
         rows, keys = tile(D, H // KH, max_seqlen_q, paged, k.shape[1] if paged else 1)
         blocks = -(-max_seqlen_k // keys)
         parts = splits(num_splits, R * KH * -(-max_seqlen_q * (H // KH) // rows), blocks)
         self.calls.append((keys, parts))
         out = torch.empty_like(q) if out is None else out
         need(out.dtype == torch.bfloat16 and out.shape == q.shape and out.stride(-1) == 1, "out")
-        lse = torch.empty(H, T)
+        lse = torch.empty(H, T, device=q.device)
         scale = D**-0.5 if softmax_scale is None else softmax_scale
+        self.compute(out, lse, (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_k), block_table, max_seqlen_q, scale, keys, parts)
+        return (out, lse) if return_softmax_lse else out
+
+    def compute(self, out, lse, qkv, lengths, block_table, longest, scale, keys, parts):  # type: ignore[no-untyped-def]
+        """Write every sequence's rows. A double for tensors without values overrides this."""
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_k) = qkv, lengths
+        starts = cu_seqlens_q.tolist()
+        need(starts[-1] == len(q), "cu_seqlens_q ends with the queries")
+        need(max(b - a for a, b in itertools.pairwise(starts)) <= longest, "max_seqlen_q is a bound")
         for r, (a, b) in enumerate(itertools.pairwise(starts)):
-            if paged:
+            if block_table is not None:
                 seen = int(seqused_k[r])
                 table = block_table[r, : -(-seen // k.shape[1])].long()
                 need(not seen or 0 <= int(table.min()) <= int(table.max()) < k.shape[0], "a page outside of the cache")
@@ -99,7 +105,6 @@ class FlashAttention3:
             if b > a:
                 need(len(K) >= b - a, "queries have keys")
                 out[a:b], lse[:, a:b] = attend(q[a:b], K, V, scale, keys, parts)
-        return (out, lse) if return_softmax_lse else out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, keys: int, parts: int) -> tuple[Tensor, Tensor]:

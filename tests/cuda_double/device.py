@@ -1,0 +1,166 @@
+"""Doubles of one H100 in a CPU build of torch. ``install`` changes torch for good: call it in a process of its own.
+
+Faked: the device (``device.cpp``), what ``torch.cuda`` says of it, random numbers, and the launches of Triton, DeepGEMM and
+FlashAttention-3, which check their arguments and compute nothing. The comparisons of ``exact.trial`` compare shapes, dtypes and
+devices, because no tensor has values (FakeTensorMode).
+
+Not faked: the plugin's own Python, torch's operators with their rules for devices and dtypes, autograd, autocast and checkpoints.
+So a CPU tensor among CUDA tensors raises, and so do a wrong dtype and whatever makes the host wait for the device.
+Bits, kernels, memory and streams are not tested.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia.compiler import CUDAOptions
+from triton.runtime.jit import JITFunction
+
+from jetrl_patch.adapters.transformers import fused
+from jetrl_patch.backends import capability, row_equality
+from jetrl_patch.exact import trial
+from tests.cuda_wheels.h100_double import CAPABILITY, MULTIPROCESSORS, NAME
+from tests.exact.flash3_double import FlashAttention3
+from tests.fp8.deep_gemm_double import DeepGemm
+
+DEVICE = torch.device("cuda", 0)
+#: what a launch accepts besides tensors
+SCALARS = (int, float, bool, str, tuple, type(None), torch.dtype, triton.language.dtype, triton.language.constexpr)
+#: the largest grid
+GRID = (2**31 - 1, 65535, 65535)
+#: launches by the kernel's or the library's name
+launches: collections.Counter[str] = collections.Counter()
+
+
+class Refused(RuntimeError):
+    """What a GPU, a library or a launcher would refuse, or what makes the host wait."""
+
+
+def need(ok: bool, *what: object) -> None:
+    if not ok:
+        raise Refused(" ".join(map(str, what)))
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses copies to the host. FakeTensorMode itself refuses ``.item()`` and shapes that depend on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[func is torch.ops.aten.copy_.default]
+            need(out.is_cuda or not source.is_cuda, "the host waits for a copy of", source)
+        return out
+
+
+class Gemm(DeepGemm):
+    def fp8_gemm_nt(self, a, b, d, *more, **named):  # type: ignore[no-untyped-def]
+        for t in (*a, *b, d):
+            need(t.device == DEVICE, "DeepGEMM: a tensor on", t.device)
+        copies = self.copies
+        super().fp8_gemm_nt(a, b, d, *more, **named)
+        need(self.copies == copies, "DeepGEMM would copy scales with strides", a[1].stride(), b[1].stride())
+        launches["DeepGEMM"] += 1
+
+    def product(self, a, sa, b, sb, out_dtype, tile) -> Tensor:  # type: ignore[no-untyped-def]
+        return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=DEVICE)
+
+
+class Attention(FlashAttention3):
+    def compute(self, out, lse, qkv, lengths, block_table, *more) -> None:  # type: ignore[no-untyped-def]
+        for t in (out, *qkv, *lengths, block_table):
+            need(t is None or t.device == DEVICE, "FlashAttention-3: a tensor on", t if t is None else t.device)
+        launches["FlashAttention-3"] += 1
+
+
+def launch(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> None:
+    """Bind the arguments to the kernel's signature, as ``JITFunction.run`` does, and launch nothing."""
+    name = self.fn.__name__
+    options = {key for key in named if key not in self.arg_names}
+    need(options <= CUDAOptions.__dataclass_fields__.keys(), name, "has no option", options)
+    bound = self.signature.bind(*args, **{key: named[key] for key in named.keys() - options})
+    need(len(grid) <= 3 and all(type(n) is int and 0 < n <= most for n, most in zip(grid, GRID)), name, "grid", grid)
+    for key, value in bound.arguments.items():
+        value = getattr(value, "base", value)  # of a TMA descriptor
+        on_device = isinstance(value, Tensor) and value.device == DEVICE
+        need(on_device or isinstance(value, SCALARS), name, key, getattr(value, "device", type(value)))
+    launches[name] += 1
+
+
+def address(tensor: Tensor) -> int:
+    """An address that only views of one storage share. Storages begin at multiples of 512 bytes, as those of torch do."""
+    return tensor.untyped_storage()._cdata * 512 + tensor.storage_offset() * tensor.element_size()
+
+
+def same_kind(ours: Tensor, theirs: Tensor, where: str) -> None:
+    """In place of ``row_equality.require_equal``."""
+    for what in ("shape", "dtype", "device"):
+        need(getattr(ours, what) == getattr(theirs, what), where, getattr(ours, what), getattr(theirs, what))
+
+
+def without_generator(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Random numbers, which no generator of a CPU build makes for this device. On the host they have values."""
+
+    def made(*sizes: Any, generator: object = None, **named: Any) -> Tensor:
+        if named.get("device", "cpu") != "cpu":
+            return make(*sizes, **named)
+        with unset_fake_temporarily():
+            return make(*sizes, **named)
+
+    return made
+
+
+def without_constant(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.tensor``: FakeTensorMode would keep its values, and fail to copy them to a device without memory."""
+
+    def made(data: Any, *, device: Any = None, **named: Any) -> Tensor:
+        with unset_fake_temporarily():
+            found = tensor(data, **named)
+        return found if device is None else torch.empty_like(found, device=device)
+
+    return made
+
+
+def install(flash3: bool) -> None:
+    """Put the doubles in place. Without ``flash3`` vLLM's FlashAttention-3 is absent."""
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, major=CAPABILITY[0], minor=CAPABILITY[1])
+    for name, value in {
+        "is_available": True, "current_device": 0, "empty_cache": None, "get_device_capability": CAPABILITY,
+        "get_device_name": NAME, "get_device_properties": properties,
+    }.items():  # fmt: skip
+        setattr(torch.cuda, name, lambda *args, value=value: value)
+    torch.version.cuda = "13.0"
+    on_host = torch.Generator
+    torch.Generator = lambda device=None: on_host()  # type: ignore[misc, assignment]
+    torch.tensor = without_constant(torch.tensor)
+    torch.randn, torch.randperm = without_generator(torch.randn), without_generator(torch.randperm)
+    torch.Tensor.data_ptr = address  # type: ignore[method-assign]
+    JITFunction.run = launch
+
+    gemm: Any = Gemm()
+    gemm.__spec__ = ModuleSpec("deep_gemm", None)
+    sys.modules["deep_gemm"] = gemm
+    sys.modules["vllm.vllm_flash_attn"] = Attention() if flash3 else None  # type: ignore[assignment]
+
+    capability.check_nvcc = lambda version: (True, "nvcc")
+    capability.DEEP_GEMM = ("deep_gemm",)  # type: ignore[assignment]
+    fused._is_common = unset_fake_temporarily()(fused._is_common)  # compares values, on the host
+    trial.require_equal = same_kind
+    trial._tried = lambda call: row_equality.as_verdict(call)()  # errors are the test's, not a verdict
+
+
+@contextmanager
+def tensors_without_values() -> Iterator[None]:
+    torch.autograd.set_multithreading_enabled(False)  # a mode holds in its own thread
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
