@@ -156,15 +156,15 @@ def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
         triton.knobs.runtime.interpret = True  # launches without a CUDA device
         patch(JITFunction, "run", kernel)
         patch(gemm_common, "_multiprocessors", lambda device: SMS)
-        checks = {"deep_gemm": (lambda: yes if best == "deep_gemm" else no), "triton": lambda: yes}
+        checks = {"deep_gemm": (lambda *_: yes if best == "deep_gemm" else no), "triton": lambda *_: yes}
         stack.enter_context(mock.patch.dict(capability.CHECKS, checks))
         patch(deep_gemm, "find_deep_gemm", lambda: (SimpleNamespace(fp8_gemm_nt=_fp8_gemm_nt), "recorded"))
         for backend in (deep_gemm, gpu):
-            patch(backend, "check_cublaslt", lambda: yes if rounds else no)
+            patch(backend, "check_cublaslt", lambda *_: yes if rounds else no)
         patch(deep_gemm.DeepGemmBackend, "_ahead", lambda *_: None)  # compiled in an earlier step
         patch(cublaslt, "_scaled_mm", _scaled_mm)
         stack.enter_context(mock.patch.dict(backends._LOADED, clear=True))
         patch(gpu.GpuBackend, "quantizers", lambda self, x: quantize)
-        patch(capability, "check_exact_cuda", lambda: yes)
+        patch(capability, "check_exact_cuda", lambda *_: yes)
         stack.enter_context(mock.patch.dict(dispatch._chosen, {DEVICE: "triton"}))
         yield
