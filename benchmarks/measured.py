@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.cost import FP8_CACHE, NETS, WAYS, Gpu, one_token
-from benchmarks.hopper import kernels, parity, training
+from benchmarks.hopper import kernels, plan, training
 from benchmarks.hopper.plan import find
 from benchmarks.hopper.record import load, rows_of
 from benchmarks.shapes import MODELS, gemm_seconds
@@ -71,7 +71,7 @@ def _attention(rows: list[Row], gpu: Gpu) -> Iterator[tuple[str, float]]:
 def _decoding(rows: list[Row], gpu: Gpu) -> Iterator[tuple[str, float]]:
     """Decoding of few long contexts, without what the linears and the head take in the model."""
     way = WAYS[-1]
-    for part, mode, size in (("exact_decoding", parity.GRAPHS, 2.0), ("cache_decoding", parity.FP8_CACHE, FP8_CACHE)):
+    for part, mode, size in (("exact_decoding", plan.GRAPHS, 2.0), ("cache_decoding", plan.FP8_CACHE, FP8_CACHE)):
         for row in rows:
             if (row["mode"], row["requests"], row["prompt"]) == (mode, 4, 32768):
                 context = row["requests"] * (row["prompt"] + row["response"] / 2)

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.hopper.parity import FP8_CACHE, GRAPHS, LINEAR, OWN, STOCK_BF16, STOCK_FP8, job
-from benchmarks.hopper.plan import Setup
+from benchmarks.hopper.parity import LINEAR, OWN, STOCK_FP8, job
+from benchmarks.hopper.plan import FP8_CACHE, GRAPHS, STOCK_BF16, Setup
 from benchmarks.hopper.training import build
 from benchmarks.shapes import MODELS
 from jetrl_patch.backends import choose_backend, get_backend
