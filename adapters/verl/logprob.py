@@ -14,7 +14,7 @@ from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.models.families import LLAMA_LIKE, family_of
+from jetrl_patch.models.families import record_of
 from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.patching.attached import Attached
 from jetrl_patch.patching.patch import replacement
@@ -194,7 +194,7 @@ def attach(engine: Any, module: Any, prepared: Prepared) -> None:
 
 def check_model(hf_config: Any) -> None:
     """Raise ModelError if the model divides the logits of ``lm_head``: verl's fused forward skips the division."""
-    name = (family_of(hf_config) or LLAMA_LIKE).logits_divisor
+    name = record_of(hf_config).logits_divisor
     if name is not None and getattr(hf_config, name, 1.0) != 1.0:
         required, found = "logits that lm_head alone computes", f"{name}={getattr(hf_config, name)}"
         raise ModelError(explain(named(USED), required=required, found=found, fix="set it to false"))

@@ -28,7 +28,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelErr
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE
 from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.kernels.formats import block_of
-from jetrl_patch.models.families import DENSE_BLOCKS, LLAMA_LIKE, Family, family_of
+from jetrl_patch.models.families import DENSE_BLOCKS, Family, record_of
 from jetrl_patch.models.layers import is_cut, is_quantized
 from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
 
@@ -209,7 +209,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         what, required = "VLLM_BATCH_INVARIANT with a quantized rollout", "the kernels that the trainer shares"
         found, fix = "'1', which replaces torch's operators only in the engine", "unset it; align='exact' does not need it"
         raise ConflictError(explain(what, required=required, found=found, fix=fix))
-    family = family_of(model.hf_config) or LLAMA_LIKE
+    family = record_of(model.hf_config)
     if family.mixture:
         _check_experts(vllm_config, family)
         check_device(model.hf_config, str(current_platform.device_type))

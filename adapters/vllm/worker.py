@@ -30,7 +30,7 @@ from jetrl_patch.exact import trial
 from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
 from jetrl_patch.fp8.mixture import WHOLE
-from jetrl_patch.models.families import LLAMA_LIKE, Family, family_of
+from jetrl_patch.models.families import Family, family_of, record_of
 from jetrl_patch.models.structure import expert_sizes, has_delta_nets, has_latent_attention
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.protocol import Terms
@@ -91,11 +91,10 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
     """Return the ``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text: Any = model.hf_text_config
-    _, width = expert_sizes(model.hf_config) or (0, 0)
-    width = getattr(text, "intermediate_size", width)  # a mixture may have no dense MLP
+    _, width = expert_sizes(model.hf_config) or (0, 0)  # a mixture may have no dense MLP
     return trial.Sizes(
         hidden=model.get_hidden_size(),
-        intermediate=width // parallel.tensor_parallel_size,
+        intermediate=getattr(text, "intermediate_size", width) // parallel.tensor_parallel_size,
         heads=model.get_num_attention_heads(parallel),
         kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
@@ -226,7 +225,7 @@ def _finish_quantized(worker: Any, model: nn.Module, config: Config) -> None:
         finish_model(worker)
         require_attention(worker)
     if not settings.using_transformers_backend():
-        fuse(model, family_of(settings.hf_config) or LLAMA_LIKE)
+        fuse(model, record_of(settings.hf_config))
     if config.exact:
         try_ops(worker, config)
     warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)

@@ -9,6 +9,7 @@ import logging
 from jetrl_patch.backends.base import Backend
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.kernels.formats import ScaleFormat
+from jetrl_patch.native.machine import Capability
 
 __all__ = ["Backend", "choose_backend", "get_backend"]
 
@@ -30,7 +31,7 @@ _CLASSES = {
 _PREFERRED = ("deep_gemm", "triton")
 
 
-def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow2", sm: tuple[int, int] | None = None) -> str:
+def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow2", sm: Capability | None = None) -> str:
     """Resolve ``Config.backend`` to a backend's name for this device type.
 
     "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
@@ -65,7 +66,7 @@ def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow
     return "native" if ok else "torch"
 
 
-def _on_gpu(name: str, sm: tuple[int, int] | None) -> str:
+def _on_gpu(name: str, sm: Capability | None) -> str:
     from jetrl_patch.backends.capability import CHECKS, deep_gemm_installed
 
     if name == "auto" and sm is not None:

@@ -17,10 +17,8 @@ import torch
 from packaging.version import Version
 
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.native.machine import Check, check_hopper, check_nvcc
+from jetrl_patch.native.machine import Capability, Check, check_hopper, check_nvcc
 from jetrl_patch.patching.guards import installed_version
-
-Capability = tuple[int, int]
 
 #: the first cuBLASLt with block scales
 CUDA_OF_CUBLASLT = (12, 9)

@@ -298,6 +298,11 @@ def family_of(hf_config: Any) -> Family | None:
     return FAMILIES.get(model_type) or FAMILIES.get(model_type.removesuffix("_text"))
 
 
+def record_of(hf_config: Any) -> Family:
+    """The record of a model's family, or ``LLAMA_LIKE``."""
+    return family_of(hf_config) or LLAMA_LIKE
+
+
 def uncovered(hf_config: Any, part: Part) -> str:
     """The model type of a model that ``part`` does not cover, with the reason if its family's record has one."""
     family = family_of(hf_config)

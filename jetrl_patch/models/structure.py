@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
-from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, family_of
+from jetrl_patch.models.families import FAMILIES, family_of, record_of
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
@@ -83,17 +83,17 @@ def placeholders(hf_config: Any) -> list[int]:
 
 def has_delta_nets(hf_config: Any) -> bool:
     """Whether some blocks have a gated delta net instead of attention."""
-    return (family_of(hf_config) or LLAMA_LIKE).delta_net
+    return record_of(hf_config).delta_net
 
 
 def has_latent_attention(hf_config: Any) -> bool:
     """Whether the record of the model's family has latent attention (MLA)."""
-    return bool((family_of(hf_config) or LLAMA_LIKE).absorbed)
+    return bool(record_of(hf_config).absorbed)
 
 
 def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
     """The number of experts of a block and their intermediate size, from the whole model's config; None if it has no mixture."""
-    if not (family_of(hf_config) or LLAMA_LIKE).mixture:
+    if not record_of(hf_config).mixture:
         return None
     text = text_config(hf_config)
     count = next((int(count) for name in EXPERTS if (count := getattr(text, name, None))), 0)
@@ -135,7 +135,7 @@ def check_structure(hf_config: Any, config: Config) -> None:
 
 def check_device(hf_config: Any, device_type: str) -> None:
     """Raise ModelError for a mixture of experts on a device (torch's type) that has no product for experts."""
-    family = family_of(hf_config) or LLAMA_LIKE
+    family = record_of(hf_config)
     if family.mixture and device_type not in ("cpu", "cuda"):
         required = "a CPU or a CUDA device (no other has grouped FP8 products)"
         fix = f"use a dense model on this device, or {UNQUANTIZED}"
@@ -150,7 +150,7 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         why = "in other models the vision tower would become FP8, and the two sides name layers differently"
         yield f"one text model, or with an FP8 rollout one of {', '.join(vision)} ({why})", " and ".join(sorted(parts))
     latent = has_latent_attention(hf_config)
-    handled, hf_config = bool((family_of(hf_config) or LLAMA_LIKE).mixture), text_config(hf_config)
+    handled, hf_config = bool(record_of(hf_config).mixture), text_config(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
     in_blocks = config.fp8_rollout and not config.channelwise and config.scale_format != "mxfp8"

@@ -21,6 +21,8 @@ from jetrl_patch.patching.guards import check_version, is_installed
 # the checks of hardware import torch.
 
 Check = tuple[bool, str]
+#: a GPU's compute capability, major and minor
+Capability = tuple[int, int]
 
 MINIMUM_PYTHON = (3, 10)
 #: the compute capability with FP8 ``wgmma`` and the GPU libraries' block-scaled kernels (8.9 accumulates in another order, 10.0
@@ -93,7 +95,7 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def check_hopper(sm: tuple[int, int] | None = None) -> Check:
+def check_hopper(sm: Capability | None = None) -> Check:
     """Whether torch sees a Hopper GPU, which the fast FP8 backends require. ``sm``: its capability, so as not to ask the GPU."""
     ok, reason = check_cuda() if sm is None else (True, "")
     if not ok:
