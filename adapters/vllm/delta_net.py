@@ -20,10 +20,17 @@ from jetrl_patch.patching.patch import constant
 class ExactDeltaNetBuilder(GDNAttentionMetadataBuilder):
     """Always says which requests have a state. vLLM leaves it out in a step of single tokens, and a prompt may have one token."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_state = torch.empty_like(self.spec_sequence_masks)
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> GDNAttentionMetadata:
-        """Describe the step as vLLM does."""
+        """Describe the step as vLLM does. What a CUDA graph reads of a step of single tokens is at one address."""
         found = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        found.has_initial_state = common_attn_metadata.compute_num_computed_tokens() > 0
+        has_state = common_attn_metadata.compute_num_computed_tokens() > 0
+        if self.use_full_cuda_graph and not found.num_prefills and len(has_state) <= len(self._has_state):
+            has_state = self._has_state[: len(has_state)].copy_(has_state)
+        found.has_initial_state = has_state
         return found
 
 

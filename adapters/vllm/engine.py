@@ -275,8 +275,6 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> Non
     check_kernels(hf_config, config, str(current_platform.device_type))
     device_problems(vllm_config, config)
     family = check_family(hf_config)
-    if family.delta_net:
-        _run_eagerly(vllm_config, config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
@@ -293,20 +291,6 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> Non
     if found := _present(problems) + sampling_switches(vllm_config) + split + states:
         why = "trainer and rollout would differ. Turn it off, or use align='linear'."
         raise ModelError(f"align='exact' does not support {', '.join(found)}: {why}")
-
-
-def _run_eagerly(vllm_config: VllmConfig, config: Config) -> None:
-    """Turn off CUDA graphs, which are not proven for gated delta nets. Raises ConflictError if the settings ask for them."""
-    from vllm.config import CUDAGraphMode
-
-    if vllm_config.model_config.enforce_eager:
-        return
-    if config.decode_graphs is True:
-        what, required = "decode_graphs=True with gated delta nets in exact mode", "eager decoding (their graphs are not proven)"
-        raise ConflictError(explain(what, required=required, found="True", fix="leave decode_graphs at 'auto'"))
-    logger.warning("jetrl_patch: decoding runs eagerly, without CUDA graphs: those of gated delta nets are not proven")
-    vllm_config.model_config.enforce_eager = True
-    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def _mm_problems(vllm_config: VllmConfig) -> dict[str, bool]:

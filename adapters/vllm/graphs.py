@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from jetrl_patch.adapters.vllm import formats
 from jetrl_patch.adapters.vllm.ranks import gathered
@@ -84,7 +85,9 @@ def _override(config: Config, name: str, required: str, found: str, fix: str) ->
 # the same inputs. If one bit of the hidden states differs on one rank, all ranks run eagerly from then on. The head and the
 # sampler are never captured.
 #
-# In vLLM's dummy step all requests read block 0 of the KV cache, which no request owns, and write nowhere.
+# In vLLM's dummy step all requests read block 0 of the KV cache, which no request owns, and write nowhere. A gated delta net
+# replaces the state of each request, so here each has one of its own, in another block (vLLM keeps states and keys in the same
+# memory), and both ways run a second step from what the first left.
 
 #: longest context of the trial, in tokens
 _LONGEST = 2048
@@ -125,9 +128,10 @@ def run_eagerly(worker: Any, why: str) -> None:
 def _different(runner: Any, sizes: list[int]) -> list[int]:
     """The sizes whose graphs compute other bits. A rank that finds one continues, because the others wait for it."""
     wrapper, vocabulary = runner.model, runner.model_config.get_vocab_size()
-    runner.model = compared = _Compared(wrapper, vocabulary, runner.model_config.max_model_len)
     context = runner.compilation_config.static_forward_context
     layers = [layer for layer in context.values() if getattr(getattr(layer, "impl", None), "jetrl_exact", False)]
+    states = [state for layer in context.values() if isinstance(layer, MambaBase) for state in layer.kv_cache[:2]]
+    runner.model = compared = _Compared(wrapper, vocabulary, runner.model_config.max_model_len, states)
     try:
         fill_first_block(layers)
         for size in sizes:
@@ -143,6 +147,8 @@ def _different(runner: Any, sizes: list[int]) -> list[int]:
         runner.model = wrapper
         for layer in layers:
             layer.kv_cache[0].zero_()
+        for state in states:
+            state[: max(sizes) + 1].zero_()
     assert len(compared.equal) == len(sizes)
     return [size for size, equal in zip(sizes, compared.equal, strict=True) if not equal]
 
@@ -162,33 +168,54 @@ def fill_first_block(layers: Iterable[Any]) -> None:
 
 
 class _Compared:
-    """Replaces the model in a step: runs it eagerly, then from its graph, on the same random inputs."""
+    """Replaces the model in a step: runs it eagerly, then from its graph, on the same random inputs.
 
-    def __init__(self, wrapper: CUDAGraphWrapper, vocabulary: int, longest: int) -> None:
+    ``states`` are those of gated delta nets, with the slot of a request first.
+    """
+
+    def __init__(self, wrapper: CUDAGraphWrapper, vocabulary: int, longest: int, states: list[torch.Tensor]) -> None:
         self.wrapper, self.vocabulary, self.longest = wrapper, vocabulary, min(longest, _LONGEST)
-        self.equal: list[bool] = []
+        self.states, self.equal = states, list[bool]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapper, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        self._fill(**inputs)
-        eager, replayed = self.wrapper.unwrap()(**inputs), self.wrapper(**inputs)
+        eager, replayed = (self._run(step, inputs) for step in (self.wrapper.unwrap(), self.wrapper))
         self.equal.append(torch.equal(eager.view(torch.uint8), replayed.view(torch.uint8)))
-        return replayed
+        return replayed[0]
+
+    def _run(self, step: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """The output of a step, and with states also of the same step from what it left there."""
+        self._fill(**inputs)
+        # copies, because each replay writes to the same place
+        return torch.stack([step(**inputs).clone() for _ in range(2 if self.states else 1)])
 
     def _fill(self, positions: torch.Tensor, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> None:
         """Write the same inputs on all ranks into the buffers that the graph reads."""
         steps: Any = get_forward_context().attn_metadata
-        generator = torch.Generator("cpu").manual_seed(positions.shape[-1])
-        lengths = torch.randint(1, self.longest + 1, (positions.shape[-1],), generator=generator, device="cpu")
+        requests = positions.shape[-1]
+        generator = torch.Generator("cpu").manual_seed(requests)
+        lengths = torch.randint(1, self.longest + 1, (requests,), generator=generator, device="cpu")
         for step in steps.values():
-            step.seq_lens.copy_(lengths)
+            if hasattr(step, "non_spec_state_indices_tensor"):
+                self._spread(step, lengths)
+            else:
+                step.seq_lens.copy_(lengths)
+        for state in self.states:
+            state[1 : requests + 1].normal_(generator=torch.Generator(state.device).manual_seed(requests))
         positions.copy_(lengths - 1)
         if input_ids is not None:
             input_ids.copy_(torch.randint(0, self.vocabulary, input_ids.shape, generator=generator, device="cpu"))
         if inputs_embeds is not None:
             inputs_embeds.copy_(torch.randn(inputs_embeds.shape, generator=generator, device="cpu"))
+
+    def _spread(self, step: Any, lengths: torch.Tensor) -> None:
+        """Give each request of a delta net's step a slot, and some no state yet. If slots are fewer, the rest have no token."""
+        requests, slots = len(lengths), min(len(state) for state in self.states) - 1
+        step.non_spec_state_indices_tensor.copy_(torch.arange(1, requests + 1).clamp(max=slots))
+        step.non_spec_query_start_loc.copy_(torch.arange(requests + 1).clamp(max=slots))
+        step.has_initial_state.copy_(lengths % 4 > 0)
 
 
 # ---- Keep vLLM from serving a graph that it compiled under other settings ------------------------

@@ -84,6 +84,7 @@ CASES: dict[str, Case] = {
 #: exact engines with other attention than a cache of keys and values
 OTHERS = {
     "delta nets": Case(_EXACT, model="qwen3_next"),
+    "delta nets, eager": Case({**_EXACT, "decode_graphs": False}, model="qwen3_next"),
     "delta nets, FP8 cache": Case({**_EXACT, **_FP8_CACHE}, model="qwen3_next"),
     "latent attention": Case(_EXACT, model="deepseek_v3"),
 }
@@ -101,9 +102,6 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "speculative decoding": (
         Case(_EXACT, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         "ConflictError", "speculative_config",
-    ),
-    "graphs of delta nets": (
-        Case({**_EXACT, "decode_graphs": True}, model="qwen3_next"), "ConflictError", "required eager decoding",
     ),
     "latent attention with an FP8 cache": (
         Case({**_EXACT, **_FP8_CACHE}, model="deepseek_v3"), "ModelError", "required a BF16 cache",

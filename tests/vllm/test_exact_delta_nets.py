@@ -12,11 +12,9 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.adapters.vllm import engine as engine_settings
 from jetrl_patch.adapters.vllm import worker as worker_code
 from jetrl_patch.adapters.vllm.compat import delta_net_problems
 from jetrl_patch.adapters.vllm.sample import generate
-from jetrl_patch.config import Config
 from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.send import SyncStats
 from tests.models import config_of
@@ -116,22 +114,6 @@ def test_two_ranks(tmp_path: Path, checkpoint: Callable[..., str], engine: Calla
     jetrl_patch.enable(precision="fp8-unified")
     job = Job(model=checkpoint("qwen3_next-tp"), config=jetrl_patch.status().config, tp=2)
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
-
-
-@pytest.mark.parametrize("asked", ["auto", True])
-def test_on_a_gpu_they_decode_eagerly(asked: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from vllm.config import CUDAGraphMode
-
-    model, compilation = SimpleNamespace(enforce_eager=False), SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
-    config: Any = SimpleNamespace(model_config=model, compilation_config=compilation)
-    if asked is True:
-        with pytest.raises(jetrl_patch.ConflictError, match=r"decode_graphs=True with gated .*required eager .*at 'auto'"):
-            engine_settings._run_eagerly(config, Config(decode_graphs=True))
-        return
-    for _ in range(2):
-        engine_settings._run_eagerly(config, Config())
-    assert model.enforce_eager and compilation.cudagraph_mode == CUDAGraphMode.NONE
-    assert caplog.text.count("decoding runs eagerly, without CUDA graphs: those of gated delta nets are not proven") == 1
 
 
 def test_attention_with_gates_keeps_the_exact_norms_and_rotary_embedding() -> None:

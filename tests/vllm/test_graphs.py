@@ -127,6 +127,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, Graph]]:
         settings.cudagraph_mode, settings.cudagraph_capture_sizes = CUDAGraphMode.FULL_DECODE_ONLY, SIZES
         settings.max_cudagraph_capture_size = SIZES[-1]
         runner.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY)
+        for builder in (group.get_metadata_builder() for groups in runner.attn_groups for group in groups):
+            if hasattr(builder, "use_full_cuda_graph"):
+                builder.use_full_cuda_graph = True  # as with these settings from the start
         runner.model = wrapper = CUDAGraphWrapper(tape, runner.vllm_config, CUDAGraphMode.FULL)
         set_cudagraph_capturing_enabled(True)
         for size in reversed(SIZES):
@@ -152,13 +155,16 @@ def worker_of(llm: Any) -> Any:
 
 
 def greedy(llm: Any) -> list[tuple[list[int], list[float]]]:
-    """Four prompts of different lengths, which end at different steps: batches of 4, 3 (padded to 4), 2 and 1."""
+    """Prompts of different lengths, which end at different steps: batches of 4, 3 (padded to 4), 2 and 1.
+
+    The last prompt begins when the first answer has ended, in a step of single tokens, like a decoding one.
+    """
     from vllm import SamplingParams
 
-    prompts = [list(range(5, 5 + length)) for length in (3, 40, 7, 21)]
+    prompts = [list(range(5, 5 + length)) for length in (3, 40, 7, 21, 1)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
-        for tokens in (12, 9, 6, 3)
+        for tokens in (12, 9, 6, 3, 4)
     ]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     done = [output.outputs[0] for output in outputs]
@@ -166,7 +172,7 @@ def greedy(llm: Any) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next"])
 def test_graphs_that_are_proven_serve_with_the_bits_of_eager_steps(
     family: str, checkpoint: Any, engine: Any, capture: Callable[..., dict[int, Graph]], said: list[str]
 ) -> None:
@@ -177,9 +183,10 @@ def test_graphs_that_are_proven_serve_with_the_bits_of_eager_steps(
     assert sorted(captured) == SIZES and not any(graph.replays for graph in captured.values())
     prove_graphs(worker)
     assert "the CUDA graphs of 3 decoding steps have the bits of the eager steps" in said[-1]
-    assert [graph.replays for graph in captured.values()] == [1, 1, 1]
+    assert [graph.replays for graph in captured.values()] == [2 if family == "qwen3_next" else 1] * 3  # the second from a state
     assert isinstance(worker.model_runner.model, CUDAGraphWrapper) and not worker.model_config.enforce_eager
-    assert not any(cache[0].any() for cache in worker.model_runner.kv_caches)  # as before the trial
+    for cache in worker.model_runner.kv_caches:  # as before the trial
+        assert not any(part.any() for part in ([cache[0]] if isinstance(cache, torch.Tensor) else cache))
     assert greedy(llm) == eager
     assert all(graph.replays > 1 for graph in captured.values())
 
@@ -187,6 +194,30 @@ def test_graphs_that_are_proven_serve_with_the_bits_of_eager_steps(
 def one_bit(size: int, output: torch.Tensor) -> None:
     if size == 2:
         output.view(torch.int16)[1, 7] ^= 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("way", ["non_spec_state_indices_tensor", "has_initial_state", "what the first step leaves"])
+def test_a_graph_with_other_states_never_serves(
+    way: str, checkpoint: Any, engine: Any, capture: Callable[..., dict[int, Graph]], said: list[str]
+) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    llm = engine(Job(model=checkpoint("qwen3_next"), config=jetrl_patch.status().config, batch=4))
+    worker, eager = worker_of(llm), greedy(llm)
+    net = worker.model_runner.get_model().model.layers[0].linear_attn
+
+    def disturb(size: int, output: torch.Tensor) -> None:
+        if size == 2:
+            net.kv_cache[0][1] += 1.0
+
+    captured = capture(worker, disturb if way.startswith("what") else lambda size, output: None)
+    if not way.startswith("what"):
+        for step in captured[2].context.attn_metadata.values():
+            if hasattr(step, way):
+                setattr(step, way, getattr(step, way).clone())
+    prove_graphs(worker)
+    assert said[-1].endswith("of 3, those for [2] tokens differ from the eager step (rank 0)")
+    assert greedy(llm) == eager
 
 
 @pytest.mark.e2e
