@@ -171,7 +171,7 @@ PINNED_oldest    := tests/openrlhf/test_e2e.py
 test-pins: $(PIN:%=test-pins-%)
 
 test-pins-%: build/pins/%/.done $(SELF) $(VENV)/vision
-	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m "pins and not slow" tests/vllm/test_exact.py tests/vllm/test_experts.py \
+	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m "pins and not slow" tests/vllm/test_exact.py tests/vllm/test_experts_ranks.py \
 	  tests/transformers tests/test_families.py $(PINNED_$*) $(ARGS)
 
 ## compiles the Triton kernels for Hopper with verl's pinned triton (TRITON=...), and checks their budgets

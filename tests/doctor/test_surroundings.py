@@ -229,7 +229,7 @@ def test_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_problems_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.doctor.test_doctor import doctor
+    from tests.doctor.asked import doctor
 
     monkeypatch.setenv("JETRL_PRECISON", "x")
     monkeypatch.setenv("JETRL_MONITOR_EVERY", "often")
@@ -274,7 +274,7 @@ def test_a_broken_torch_or_compiler_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jetrl_patch.native import build
-    from tests.doctor.test_doctor import doctor, named
+    from tests.doctor.asked import doctor, named
 
     (tmp_path / "gcc").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "gcc").chmod(0o755)

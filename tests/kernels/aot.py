@@ -17,6 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jetrl_patch.kernels.common import COMPILER
+from jetrl_patch.kernels.formats import BLOCK
+from jetrl_patch.kernels.gemm_common import PINNED
+
 HOPPER = GPUTarget("cuda", 90, 32)
 
 #: in the text of nvdisasm: a label, a jump to one, and an instruction after its address and predicate
@@ -40,6 +44,32 @@ class Spec(NamedTuple):
     options: Mapping[str, Any] = {}
     aligned: tuple[str, ...] = ()
 
+
+# ---- Shorthand of the specs ------------------------------------------------------------------------
+
+SCALES, OUTS = ("pow2", "fp32"), ("bf16", "fp32")
+
+
+def box(rows: int, columns: int = BLOCK) -> str:
+    """Triton's type name for a TMA descriptor with this box."""
+    return f"tensordesc<fp8e4nv[{rows},{columns}]>"
+
+
+def typed(text: str) -> dict[str, str]:
+    """``"*bf16 q k; i32 T"`` as argument -> Triton's type."""
+    parts = (part.split() for part in text.split(";"))
+    return {name: kind for kind, *names in parts for name in names}
+
+
+def pinned(warps: int, stages: int = 0) -> dict[str, object]:
+    return {"num_warps": warps, **({"num_stages": stages} if stages else {}), **PINNED}
+
+
+def compiled(warps: int, stages: int = 0) -> dict[str, object]:
+    return {"num_warps": warps, **({"num_stages": stages} if stages else {}), **COMPILER}
+
+
+# ---- Compile one ---------------------------------------------------------------------------------
 
 class Compiled(NamedTuple):
     """A compiled kernel's use of SM resources, its layouts (Triton's GPU dialect) and its PTX."""

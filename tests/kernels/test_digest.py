@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from . import specs as registered
+from . import specs_rows
 from .aot import Spec, compile_one
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def test_in_the_interpreter():
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("spec", registered.DIGEST, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", specs_rows.DIGEST, ids=lambda spec: spec.name)
 def test_compiles_for_hopper_without_spills(spec: Spec):
     made = compile_one(spec)
     assert made.spills == 0 and made.registers <= 128, made[:3]

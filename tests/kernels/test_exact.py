@@ -18,15 +18,15 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels import attention, attention_backward, digest, elementwise, head, norm
 from jetrl_patch.kernels.common import COMPILER
 
-from . import specs as registered
+from . import specs_attention, specs_rows
 from .aot import Spec, compile_one, inner_loop, loops
 from .specs import specs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [
-    *registered.ATTENTION_ALL, *registered.CHUNKS, *registered.ATTENTION_BACKWARD, *registered.DELTA_NET,
-    *registered.ELEMENTWISE_ALL, *registered.HEAD_ALL, *registered.LATENT, *registered.NORM, *registered.NORM_BACKWARD,
-    *registered.RANK_SUM, *registered.SILU_BACKWARD,
+    *specs_attention.ATTENTION_ALL, *specs_attention.CHUNKS, *specs_attention.ATTENTION_BACKWARD, *specs_attention.DELTA_NET,
+    *specs_rows.ELEMENTWISE_ALL, *specs_rows.HEAD_ALL, *specs_attention.LATENT, *specs_rows.NORM, *specs_rows.NORM_BACKWARD,
+    *specs_rows.RANK_SUM, *specs_rows.SILU_BACKWARD,
 ]  # fmt: skip
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
 REGISTERS = {
@@ -35,8 +35,8 @@ REGISTERS = {
         ("attention_paged_128", "attention_split_128", "attention_varlen_128", "attention_fp8_128"), 255
     ),  # 1, of 256 threads
     **dict.fromkeys((f"attention_{kind}_256" for kind in ("paged", "split", "varlen", "fp8", "dq", "dkdv")), 255),  # 1
-    **dict.fromkeys((spec.name for spec in registered.KV_CACHE), 32),
-    **dict.fromkeys((spec.name for spec in registered.CHUNKS), 56),  # 9
+    **dict.fromkeys((spec.name for spec in specs_attention.KV_CACHE), 32),
+    **dict.fromkeys((spec.name for spec in specs_attention.CHUNKS), 56),  # 9
     **dict.fromkeys(("attention_row_sums_64", "attention_row_sums_128"), 64),  # 8
     "attention_row_sums_256": 72,  # 7
     **dict.fromkeys(("attention_dq_64", "attention_dkdv_64"), 168),  # 3
@@ -47,7 +47,7 @@ REGISTERS = {
     "merge": 96,
     **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
-    **dict.fromkeys((s.name for s in (*registered.ROTARY, *registered.LOGPROB_BACKWARD)), 40),  # 12, of 128 threads
+    **dict.fromkeys((s.name for s in (*specs_rows.ROTARY, *specs_rows.LOGPROB_BACKWARD)), 40),  # 12, of 128 threads
     **dict.fromkeys((f"latent_{kind}" for kind in ("varlen", "paged", "split", "dq", "dkeys")), 255),  # 1, of 256 threads
     **dict.fromkeys(("latent_product_512", "latent_product_128"), 128),  # 4
     "latent_row_sums": 128,  # 4
@@ -58,7 +58,7 @@ REGISTERS = {
     "delta_rule_40": 128,
     **{f"delta_{name}_{width}": 255 for name in ("backwards", "forwards") for width in (128, 40)},  # 2, of 128 threads
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
-    **dict.fromkeys((spec.name for spec in registered.NORM_BACKWARD), 64),  # 32 warps
+    **dict.fromkeys((spec.name for spec in specs_rows.NORM_BACKWARD), 64),  # 32 warps
     "silu_mul_backward": 64,
     **dict.fromkeys(("silu_mul_backward_both_pow2", "silu_mul_backward_both_fp32"), 128),  # 1, of 512 threads
 }
@@ -89,7 +89,7 @@ LOOPS = {
     "attention_fp8_128": (640, 8),
     **dict.fromkeys((f"attention_{kind}_256" for kind in ("paged", "split", "varlen")), (500, 8)),
     "attention_fp8_256": (690, 8),
-    **dict.fromkeys((spec.name for spec in registered.CHUNKS), (120, 5)),
+    **dict.fromkeys((spec.name for spec in specs_attention.CHUNKS), (120, 5)),
     "attention_dq_64": (335, 8),
     "attention_dq_128": (400, 8),
     "attention_dkdv_64": (265, 6),
@@ -140,9 +140,9 @@ def test_compiles_within_an_sm(spec: Spec):
     assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
     if spec.kernel is attention_backward.row_sums_kernel:
         assert not products(made.ptx) and "ld.global.v4.b32" in made.ptx
-    elif spec in registered.CHUNKS:
+    elif spec in specs_attention.CHUNKS:
         assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
-    elif "attention" in spec.name or "gemm" in spec.name or spec in registered.LATENT:
+    elif "attention" in spec.name or "gemm" in spec.name or spec in specs_attention.LATENT:
         assert products(made.ptx) and all(
             ".m64n" in found and found.endswith("k16.f32.bf16.bf16") for found in products(made.ptx)
         )
@@ -150,7 +150,7 @@ def test_compiles_within_an_sm(spec: Spec):
 
 @pytest.mark.parametrize("width", attention.TILES)
 def test_the_programs_that_share_contexts_are_those_that_fit(width: int):
-    made = [(compile_one(spec), spec.options["num_warps"]) for spec in registered.ATTENTION if spec.constexprs["D"] == width]
+    made = [(compile_one(spec), spec.options["num_warps"]) for spec in specs_attention.ATTENTION if spec.constexprs["D"] == width]
     fit = min(65536 // (kernel.registers * 32 * warps) for kernel, warps in made)
     assert len(made) >= 3 and attention.splits(1, 1, 1, width, 1 << 22) == min(attention.PROGRAMS * fit, 4096)
 
@@ -178,7 +178,7 @@ def test_a_block_that_every_row_sees_is_computed_like_a_masked_one(name: str):
     assert sum(masked.values()) > sum(plain.values())
 
 
-@pytest.mark.parametrize("spec", registered.RANK_SUM, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", specs_rows.RANK_SUM, ids=lambda spec: spec.name)
 def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     made = compile_one(spec).ptx
     ranks = spec.constexprs["RANKS"]
@@ -186,7 +186,7 @@ def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
 
 
-@pytest.mark.parametrize("spec", [*registered.ROTARY, *registered.LOGPROB_BACKWARD], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*specs_rows.ROTARY, *specs_rows.LOGPROB_BACKWARD], ids=lambda spec: spec.name)
 def test_rows_are_read_and_written_16_bytes_at_a_time(spec: Spec):
     ptx = compile_one(spec).ptx
     least = "v4" if spec.constexprs.get("R", 0) == spec.constexprs.get("D", 0) else r"v[24]"  # 8 bytes, of parts of heads
@@ -206,13 +206,14 @@ def test_the_paged_and_the_packed_kernel_compute_alike(width: int):
 
 
 def test_latent_attention_computes_alike_for_any_cache_and_number_of_heads():
-    packed, *others = (arithmetic(spec) for spec in (*registered.LATENT[:2], registered.latent_spec("latent_rank", heads=2)))
+    two_heads = specs_attention.latent_spec("latent_rank", heads=2)
+    packed, *others = (arithmetic(spec) for spec in (*specs_attention.LATENT[:2], two_heads))
     assert all(other == packed for other in others) and packed["ex2.approx.ftz.f32"] >= 18
 
 
 def test_attention_sums_values_from_a_fresh_zero():
     # In a block that it may not see, a row gets fma(x, 1, 0): the product must not add to the sum by itself.
-    for name in (spec.name for spec in registered.ATTENTION):
+    for name in (spec.name for spec in specs_attention.ATTENTION):
         ptx = compile_one(specs()[name]).ptx
         # "scale-d", after the last operand: 0 overwrites, a predicate adds
         starts = [found == "0" for found in re.findall(r"wgmma\.mma_async.*%rd\d+, (0|%p\d+), 1, 1, ", ptx)]

@@ -18,7 +18,7 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels import common, gemm, gemm_backward, gemm_common, gemm_grouped
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
-from . import specs as registered
+from . import specs_gemm
 from .aot import Spec, compile_one, inner_loop
 from .specs import specs
 
@@ -31,8 +31,8 @@ REGISTERS, SHARED = 65536, 227 * 1024
 SPILLS = {"decode_64x128_fp32_blocks_pow2": 8, "decode_64x128_fp32_blocks_fp32": 48}
 if "sched4reg" not in common.COMPILER:  # an older triton, seen with 3.6.0: two sums, and scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits{splits}": 200 for out in ("bf16", "fp32") for splits in (2, 4, 8)}
-SPECS = [*registered.GEMM_ALL, *registered.GEMM_WGRAD, *registered.GEMM_GROUPED]
-SPECS += [spec for spec in registered.GEMM_GROUPED_WGRAD if "wgrad" in spec.name]
+SPECS = [*specs_gemm.GEMM_ALL, *specs_gemm.GEMM_WGRAD, *specs_gemm.GEMM_GROUPED]
+SPECS += [spec for spec in specs_gemm.GEMM_GROUPED_WGRAD if "wgrad" in spec.name]
 #: maximum instructions that a warp runs per block of 128, and asynchronous copies of scales and rows among them (weights and
 #: quantized rows come by TMA). A training step's products are bound by them; two thirds of decoding's quantize the rows
 LOOPS = {
@@ -55,18 +55,19 @@ if "sched4reg" not in common.COMPILER:  # scales per row are copied one by one
     LOOPS |= {name: (320, 18) for name in LOOPS if "wgrad" in name}
 
 
-@pytest.mark.parametrize("file", ["interpreted_gemm", "interpreted_decode"])
-def test_in_the_interpreter(file: str):
+@pytest.mark.parametrize("files", ["gemm backend", "decode"])
+def test_in_the_interpreter(files: str):
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
+    paths = [f"tests/kernels/interpreted_{file}.py" for file in files.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
 def programs_per_sm(spec: Spec) -> int:
-    if spec in registered.GEMM_DECODE:
+    if spec in specs_gemm.GEMM_DECODE:
         return gemm.PIPELINE[spec.constexprs["COLUMNS"]][1]
-    if spec in registered.GEMM_GROUPED:
+    if spec in specs_gemm.GEMM_GROUPED:
         return gemm_grouped.TILE.per_sm
     size = spec.constexprs.get("ROWS", 128), spec.constexprs.get("COLUMNS", 128)
     return next(tile.per_sm for tile in (NARROW, WIDE, *gemm_common.FEW) if (tile.rows, tile.columns) == size)
@@ -97,7 +98,7 @@ def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
     assert starts and starts == [True, False, False, False] * (len(starts) // 4)
     assert ptx.count("fma.rn.f32") == elements(spec)  # one loop, also over the ranges of a split K
     assert "mad.f32" not in ptx and ".ftz" not in ptx and ".approx" not in ptx
-    if spec in registered.GEMM_DECODE:
+    if spec in specs_gemm.GEMM_DECODE:
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == spec.name.endswith("_fp32")
 
 
@@ -119,7 +120,7 @@ def test_scales_per_row_cost_more():
 
 
 def test_the_weight_is_transposed_16_bytes_at_a_time():
-    made = compile_one(registered.GEMM_DGRAD[0])
+    made = compile_one(specs_gemm.GEMM_DGRAD[0])
     assert made.spills == 0 and "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx
     with pytest.raises(ValueError, match="no loop with GMMA"):
         inner_loop(made)
@@ -141,7 +142,7 @@ def test_the_tile_of_few_rows_fills_the_machine():
 
 
 def test_block_scales_compile():
-    made = compile_one(registered.GEMM_COMMON[0])
+    made = compile_one(specs_gemm.GEMM_COMMON[0])
     assert made.spills == 0 and "mma" not in made.ptx
 
 

@@ -15,17 +15,17 @@ pytest.importorskip("triton")
 
 from jetrl_patch.kernels import gemm_common, gemm_grouped, mixture
 
-from . import specs as registered
+from . import specs_gemm, specs_rows
 from .aot import Spec, compile_one, inner_loop
 from .specs import specs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: kernels without a product
 SPECS = [
-    *registered.PLAN,
-    *registered.COMBINE,
-    *registered.ROUTE,
-    *(spec for spec in registered.GEMM_GROUPED_WGRAD if "wgrad" not in spec.name),
+    *specs_rows.PLAN,
+    *specs_rows.COMBINE,
+    *specs_rows.ROUTE,
+    *(spec for spec in specs_gemm.GEMM_GROUPED_WGRAD if "wgrad" not in spec.name),
 ]
 #: maximum instructions that a warp runs per block of 128, and asynchronous copies of rows and scales among them
 LOOPS = {"grouped_gate_up_bf16": (260, 12), "grouped_down_fp32": (260, 12), "grouped_gate_up_dgrad_fp32": (280, 12)}
@@ -50,7 +50,7 @@ def test_compiles_without_spills(spec: Spec):
     made = compile_one(spec)
     assert made.spills == 0 and "mma" not in made.ptx, made[:3]
     assert made.registers * spec.options["num_warps"] * 32 * 2 <= 65536, made[:3]
-    if spec in registered.COMBINE and spec.name.startswith("combine"):
+    if spec in specs_rows.COMBINE and spec.name.startswith("combine"):
         assert "fma.rn.f32" not in made.ptx  # a product and a sum, each rounded
 
 

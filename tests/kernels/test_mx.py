@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 
 from .aot import Spec, compile_one
-from .specs import GEMM_MX
+from .specs_gemm import GEMM_MX
 
 ROOT = Path(__file__).resolve().parents[2]
 #: registers of an SM, and maximum shared memory per block, on compute capability 10.0

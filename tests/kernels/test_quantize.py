@@ -17,11 +17,12 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels import norm, quantize, silu
 from jetrl_patch.kernels.common import COMPILER
 
-from . import specs as registered
+from . import specs_gemm, specs_rows
 from .aot import Spec, compile_one
+from .specs import specs
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [*registered.QUANTIZE_ALL, *registered.NORM_ROWS, *registered.SILU]
+SPECS = [*specs_rows.QUANTIZE_ALL, *specs_rows.NORM_ROWS, *specs_rows.SILU]
 
 #: maximum registers per thread and bytes of shared memory per program. An SM has 65,536 registers:
 #: the third column is how many of its 64 warps can then be active
@@ -83,17 +84,17 @@ def sum_of_squares(spec: Spec) -> list[str]:
     return [re.sub(r"#(?!ttg)\w+", lambda found: layouts[found[0]], tile) for tile in tiles]
 
 
-@pytest.mark.parametrize("spec", registered.NORM_ROWS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", specs_rows.NORM_ROWS, ids=lambda spec: spec.name)
 def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
     """Otherwise one row in 10^8 would differ in the last bit, which no comparison of values would find."""
-    alone = next(s for s in registered.NORM if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
+    alone = next(s for s in specs_rows.NORM if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
     assert alone.options["num_warps"] == spec.options["num_warps"]
     found = sum_of_squares(spec)
     assert len(found) == 2 and "sizePerThread = [1, 8]" in found[0] and found == sum_of_squares(alone)
 
 
 def test_another_order_would_be_found():
-    spec = next(s for s in registered.NORM if s.constexprs["GROUPS"] == 32)
+    spec = next(s for s in specs_rows.NORM if s.constexprs["GROUPS"] == 32)
     wider = spec._replace(options={**spec.options, "num_warps": 2 * spec.options["num_warps"]})
     assert sum_of_squares(wider) != sum_of_squares(spec)
 
@@ -112,9 +113,9 @@ def test_sizes_of_one_are_constants_to_the_compiler(spec: Spec):
 
 
 def test_all_kernels_are_registered_once():
-    found = registered.specs()
+    found = specs()
     assert {spec.name for spec in SPECS} <= set(found)
-    kernels = (spec.kernel.fn for spec in (*found.values(), *registered.GEMM_MX))
+    kernels = (spec.kernel.fn for spec in (*found.values(), *specs_gemm.GEMM_MX))
     here = {(kernel.__module__, kernel.__name__) for kernel in kernels}
     for path in (ROOT / "jetrl_patch" / "kernels").glob("*.py"):
         module = f"jetrl_patch.kernels.{path.stem}"
