@@ -132,7 +132,7 @@ class Manifest:
                 "fp8_layers": list(self.layers),  # the key that other versions of protocol 2 read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
-                **({"base": self.base} if self.base else {}),
+                "base": self.base,
             }
         )
 

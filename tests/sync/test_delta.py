@@ -65,6 +65,14 @@ def test_gaps_at_the_edges_of_a_symbol(gap, monkeypatch):
     assert changed == 3 and torch.equal(old, new)
 
 
+@pytest.mark.parametrize(("share", "most"), [(0.01, 2.2), (0.0001, 3.4)])
+def test_what_a_changed_byte_costs(share, most, monkeypatch):
+    monkeypatch.setattr(delta, "_CHUNK", 1 << 24)
+    old, new, differing = pair(1 << 20, share)
+    record, _ = delta.encode(old, new)
+    assert differing < len(record) < most * differing
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int8])
 @pytest.mark.parametrize("shape", [(300,), (40, 33), (8, 16, 9)])
 def test_every_dtype_and_shape_that_is_sent(dtype, shape):
@@ -95,12 +103,13 @@ def broken(record, change):
         return torch.cat([record, record[:16]])
     if change == "no head":
         return record[:8]
-    place, value = {"changes": (0, 10_000), "negative": (0, -1), "symbols": (1, 5), "width": (2, 3)}[change]
+    fewer = int(head[0]) - 1
+    place, value = {"changes": (0, 10_000), "negative": (0, -1), "fewer": (0, fewer), "symbols": (1, 5), "width": (2, 3)}[change]
     head[place] = value
     return record
 
 
-@pytest.mark.parametrize("change", ["short", "long", "no head", "changes", "negative", "symbols", "width"])
+@pytest.mark.parametrize("change", ["short", "long", "no head", "changes", "negative", "fewer", "symbols", "width"])
 def test_a_malformed_record_is_refused(change):
     old, new, _ = pair(4000, 0.05)
     record, _ = delta.encode(old, new)

@@ -57,6 +57,13 @@ def test_a_manifest_says_how_experts_are_split_only_if_they_are() -> None:
     assert Manifest.decode(split.encode()) == split
 
 
+def test_a_scale_is_expected_for_each_block_that_a_weight_begins() -> None:
+    """Also where the last block has one row, of many."""
+    mx, rows = (dataclasses.replace(TERMS, **change) for change in ({"scale_format": "mxfp8"}, {"granularity": "channel"}))
+    assert TERMS.scale_shape((200 * 128 + 1, 300 * 128 + 1)) == (201, 301)
+    assert mx.scale_shape((5, 300 * 32 + 1)) == (5, 301) and rows.scale_shape((5, 7)) == (5, 1)
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes(text: bytes) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from jetrl_patch.adapters.verl.transport import Ahead, WatchedSocket, as_sync_error, ending_early
-from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+from jetrl_patch.errors import AuditError, ConfigError, ConflictError, ModelError, NotPatchedError, SyncError
 
 PRELUDE = """
 import asyncio, multiprocessing, os, sys, time, uuid
@@ -184,6 +184,7 @@ def test_a_receiver_without_a_sender_gives_up():
         ),
         ("Worker failed with error 'AuditError: layers differ'", AuditError, "layers differ"),
         ("x\njetrl_patch.errors.SyncError: w missing\nmore", SyncError, "w missing"),
+        *((f"RuntimeError: {kind.__name__}: why\nmore", kind, "why") for kind in (ConflictError, ConfigError, ModelError)),
         ("EngineDeadError", SyncError, "died during a weight sync"),
         ("", SyncError, "died during a weight sync"),
     ],
