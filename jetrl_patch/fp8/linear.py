@@ -195,7 +195,7 @@ class _Fp8Matmul(torch.autograd.Function):
         ctx.state, ctx.made_in, ctx.quantized_gradient = state, backward_pass(), None
         # Keep the parameter that has main_grad. Activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
-        ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         return y
 
     @staticmethod
@@ -215,7 +215,7 @@ class _Fp8Matmul(torch.autograd.Function):
             dx = dx.view(*grad.shape[:-1], dx.shape[1])
         if wants_w and ctx.parameter is not None:
             dw = added_to_main_grad(ctx.parameter)
-        db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype) if wants_b else None
+        db = dy_MN.sum(0, dtype=torch.float32) if wants_b else None  # autograd casts it to the bias' dtype
         return dx, dw, db, None
 
 

@@ -172,6 +172,29 @@ def test_a_trainer_without_the_ops_is_refused_before_its_model_changes(monkeypat
     assert [type(module) for module in model.modules()] == before
 
 
+@pytest.mark.parametrize("kind", ["gated delta net", "vision tower"])
+def test_a_part_that_depends_on_its_batch_is_refused(kind, monkeypatch):
+    """On a GPU; here the trial itself runs on the CPU."""
+    gpu, sizes, tower = torch.device("cuda:0"), trial.Sizes(256, 0, 4, 2, 64, 0), kind == "vision tower"
+
+    def require(device):
+        if tower:
+            trial.require_exact_tower(256, 4, device, LENGTHS)
+        else:
+            trial.require_exact_delta_net((2, 4, 64, 64), sizes, device, LENGTHS)
+
+    module, function = (trial.tower, "whole_attention") if tower else (trial.delta_net, "delta_net_paged")
+    original, made = getattr(module, function), trial._Trial
+    monkeypatch.setattr(trial, "_Trial", lambda sizes, device, lengths: made(sizes, "cpu", lengths))
+    monkeypatch.setattr(trial, "_proven", set())
+    require(gpu)
+    trial._proven.clear()
+    monkeypatch.setattr(module, function, lambda x, *rest: original(x, *rest) * (1 + (len(x) < 20) / 64))
+    require(torch.device("cpu"))
+    with pytest.raises(ModelError, match=rf"on cuda:0, {kind}: required .* do not depend on the batch, found .* differ"):
+        require(gpu)
+
+
 def test_the_states_of_a_delta_net_are_fp32_under_any_default_dtype(monkeypatch):
     """vLLM loads a model with BF16 as torch's default dtype."""
     found = []

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl_patch.backends import quantize
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8 import linear
 from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.models.layers import check_splits, is_quantized, is_row_parallel, matches
@@ -144,6 +145,17 @@ def test_an_input_changed_in_place_is_quantized_again():
     x.mul_(-1)
     second = layer(x)
     assert not torch.equal(second, first) and torch.equal(second, layer(x.clone()))
+
+
+def test_a_quantized_input_is_dropped_with_its_tensor_and_not_with_an_earlier_one():
+    layer, last = make(256, 64), linear._last_activation
+    earlier, x = (torch.randn(8, 256, dtype=torch.bfloat16) for _ in range(2))
+    layer(earlier)
+    layer(x)
+    del earlier
+    assert last.source() is x and last.value is not None
+    del x
+    assert last.source is last.value is None
 
 
 def test_weight_is_quantized_once_per_value(monkeypatch):

@@ -127,7 +127,7 @@ def test_unsupported_versions_stop_before_anything_changes(
     required = guards.SUPPORTED[dist][0]
     with pytest.raises(VersionError, match=rf"{dist}: required version {required}, found .*{found}.*\. Install {dist}"):
         session.enable()
-    assert adapter.calls == []
+    assert adapter.calls == [] and session.status().failure.startswith(f"VersionError: {dist}: required version")
 
 
 def test_an_adapter_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, framework: Path) -> None:

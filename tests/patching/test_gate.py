@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.patching.patch import gated
+from jetrl_patch.patching.patch import gated, replacement
 from jetrl_patch.registry import Patch
 from tests.patching.fakes import Fake
 
@@ -61,11 +61,12 @@ def test_a_coroutine_function_stays_one_and_asks_when_it_is_awaited() -> None:
     async def original() -> str:
         return "a"
 
-    async def replacement() -> str:
-        return (await original()).upper()
+    @replacement
+    async def loud(original: Any) -> str:
+        return str(await original()).upper()
 
     answers = [True, False]
-    made = gated(replacement, original, lambda: answers.pop(0))
+    made = gated(loud(original), original, lambda: answers.pop(0))
     assert inspect.iscoroutinefunction(made) and not inspect.iscoroutinefunction(gated(louder(len), len, bool))
     waiting = made()
     assert len(answers) == 2
@@ -73,8 +74,8 @@ def test_a_coroutine_function_stays_one_and_asks_when_it_is_awaited() -> None:
 
 
 def test_it_looks_like_the_replacement_and_leads_to_the_original() -> None:
-    replacement, original = louder(len), len
-    replacement.kept = 1
-    made = gated(replacement, original, bool)
+    loud, original = louder(len), len
+    loud.kept = 1
+    made = gated(loud, original, bool)
     assert isinstance(made, types.FunctionType)
     assert (made.__name__, made.kept, made.__wrapped__) == ("function", 1, original)  # type: ignore[attr-defined]
