@@ -134,8 +134,6 @@ def sample(count: int, fraction: float, multiple: int = 1) -> list[int]:
     >>> sample(32, 1 / 16), sample(8, 0.3, 2), sample(8, 0.0)
     ([0, 16], [0, 2, 4, 6], [])
     """
-    if fraction == 0.0 or count == 0:
-        return []
     wanted = min(count, math.ceil(math.ceil(count * fraction) / multiple) * multiple)
     return [i * count // wanted for i in range(wanted)]
 
