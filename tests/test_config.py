@@ -206,6 +206,17 @@ def test_what_a_precision_comes_to_is_in_its_record(mode: Mode) -> None:
         assert (config.format is not None) == config.quantized_rollout == bool(mode.formats)
 
 
+def test_what_settings_come_to_together() -> None:
+    for kernel in ("auto", "triton", "flash3"):
+        assert Config(exact_attention=kernel).resolved_attention == kernel
+        assert kernel == "flash3" or Config(exact_attention=kernel, kv_cache="fp8").resolved_attention == "triton"
+    rollout = Config(precision="fp8-rollout")
+    assert rollout.replace(router_replay="R3").returns_routes and rollout.replace(measure_routes=True).returns_routes
+    assert not rollout.returns_routes
+    assert {name for name in MODES if Config(precision=name).same_log_probs} == {"fp8-unified", "fp16"}
+    assert not Config(precision="fp8-unified", align="linear").same_log_probs
+
+
 def test_every_setting_has_a_group_and_is_told_apart() -> None:
     assert {found.group for found in SETTINGS.values()} == set(GROUPS)
     assert all(found.doc and (found.choices == ()) != (found.form is WORD) for found in SETTINGS.values())

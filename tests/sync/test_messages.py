@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch.errors import SyncError
+from jetrl_patch.errors import AuditError, SyncError
 from jetrl_patch.sync import protocol
 from jetrl_patch.sync.protocol import MANIFEST, Manifest, decode_json, encode_json
 from jetrl_patch.sync.send import unpack
@@ -62,6 +62,11 @@ def test_a_scale_is_expected_for_each_block_that_a_weight_begins() -> None:
     mx, rows = (dataclasses.replace(TERMS, **change) for change in ({"scale_format": "mxfp8"}, {"granularity": "channel"}))
     assert TERMS.scale_shape((200 * 128 + 1, 300 * 128 + 1)) == (201, 301)
     assert mx.scale_shape((5, 300 * 32 + 1)) == (5, 301) and rows.scale_shape((5, 7)) == (5, 1)
+
+
+def test_of_many_layers_that_differ_three_are_named() -> None:
+    with pytest.raises(AuditError, match=r"only in the trainer: a, b, c and 2 more; only in the rollout: none\."):
+        protocol.audit(TERMS, TERMS, set("abcde"), set())
 
 
 @settings(deadline=None)
