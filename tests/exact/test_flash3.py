@@ -178,7 +178,7 @@ def test_otherwise_the_projects_kernel_serves_or_the_name_is_refused(gpu, librar
     assert dispatch.chosen_attention("cuda") == ""
     with pytest.raises(ConfigError, match=rf"exact_attention='flash3': required .*{words}.* Use exact_attention='auto'"):
         trial.choose_attention("flash3", HEADS, 64, CUDA)
-    assert dispatch.chosen_attention("cuda") == ""
+    assert dispatch.chosen_attention("cuda") == "" and len(gpu) == (reason != "absent")  # what is absent is not tried
 
 
 def test_who_asks_for_another_gets_it_without_a_trial(gpu):
