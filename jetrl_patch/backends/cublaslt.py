@@ -20,6 +20,8 @@ from jetrl_patch.kernels.formats import FP8, ScaleFormat, check_fprop, split_wid
 # | 1x128   | [M, K/128], strides (1, M) | [N, K/128], strides (1, N)                                             |
 # | 128x128 |                          | [L, N/128], strides (1, L), L = K/128 rounded up to 4 (older torch reads past less) |
 #
+# Counts of groups are rounded up. K and N are multiples of 16, M of 8. ``tests/fp8/scaled_mm_double.py`` has the whole list.
+#
 # FProp uses 1x128 for the weight too: with scales per row, any slice of rows keeps its scales. cuBLASLt chooses its kernel by
 # shape and does not promise independent rows. ``row_equality`` tests that on the machine.
 
@@ -42,8 +44,8 @@ class CublasLtBackend(GpuBackend):
 
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w.shape)
-        s_KN = F.pad(w.s.t(), (0, -w.s.shape[0] % 4)).contiguous()  # [K/128, L]
-        return _scaled_mm(dy.q, dy.s, self.transposed(w), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
+        s_LK = _columns(F.pad(w.s, (0, 0, 0, -w.s.shape[0] % 4)))
+        return _scaled_mm(dy.q, dy.s, self.transposed(w), s_LK, F.ScalingType.BlockWise128x128, out_dtype)
 
     def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         return row_product(dy.q, dy.s.t(), x.q, x.s.t(), out_dtype)
@@ -68,8 +70,8 @@ def _scaled_mm(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb: Tensor, recipe_b: 
 
 
 def _columns(s: Tensor) -> Tensor:
-    """The scales [R, G] with adjacent rows, strides (1, R); no copy if they already have this layout."""
-    return s.t().contiguous().t()
+    """The scales [R, G] with strides (1, R), copied if they have others, even if G is 1, where torch ignores strides."""
+    return s if s.stride() == (1, s.shape[0]) else s.new_empty(s.shape[1], s.shape[0]).t().copy_(s)
 
 
 # ---- The rollout's counterpart of TransformerEngine's layers: TransformerEngine's quantizer and cuBLASLt

@@ -17,6 +17,7 @@ from jetrl_patch.backends.gpu import TritonBackend
 from jetrl_patch.backends.quantize import Quantized, block_scales
 from jetrl_patch.errors import ConfigError, ModelError
 
+from . import scaled_mm_double
 from .deep_gemm_double import DeepGemm
 from .thresholds import SQNR_GEMM, sqnr
 
@@ -158,30 +159,12 @@ def oracle(a, sa, b, sb_rows, out_dtype):
     return quantize.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb_rows.contiguous(), out_dtype)
 
 
-def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
-    """The layouts that ``torch.nn.functional.scaled_mm`` documents for block scales, and the oracle's product."""
-    (M, K), N = a.shape, b.shape[1]
-    G = -(-K // BLOCK)
-    assert b.shape[0] == K and a.stride(1) == 1 and b.stride(0) == 1 and M % 8 == K % 16 == N % 16 == 0
-    assert recipe_a == F.ScalingType.BlockWise1x128
-    assert sa.shape == (M, G) and sa.stride(0) == 1 and (G == 1 or sa.stride(1) == M)
-    if recipe_b == F.ScalingType.BlockWise1x128:
-        assert sb.shape == (N, G) and sb.stride(0) == 1 and (G == 1 or sb.stride(1) == N)
-        rows = sb
-    else:
-        L = -(-G // 4) * 4
-        assert recipe_b == F.ScalingType.BlockWise128x128 and sb.shape == (L, -(-N // BLOCK))
-        assert sb.stride(0) == 1 and (sb.shape[1] == 1 or sb.stride(1) == L)
-        rows = quantize.expand_weight_scale(sb[:G].t(), N)
-    return oracle(a, sa, b.t(), rows, output_dtype)
-
-
 @pytest.fixture(params=["deep_gemm", "cublaslt"])
 def library(request, monkeypatch):
     if request.param == "deep_gemm":
         monkeypatch.setattr("jetrl_patch.backends.deep_gemm.find_deep_gemm", lambda: (DeepGemm(), "deep_gemm"))
         return DeepGemmBackend()
-    monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm_double.scaled_mm)
     return CublasLtBackend()
 
 
@@ -210,7 +193,7 @@ def test_triton_leaves_gradients_to_cublaslt(monkeypatch):
     gemm_backward = pytest.importorskip("jetrl_patch.kernels.gemm_backward")
     monkeypatch.setattr("jetrl_patch.backends.gpu.check_cublaslt", lambda: (True, "CUDA 12.9"))
     monkeypatch.setattr(TritonBackend, "quantizers", lambda self, x: None)
-    monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm_double.scaled_mm)
     own = []
     for name in ("dgrad", "wgrad"):
         monkeypatch.setattr(gemm_backward, name, lambda *a, name=name, **k: own.append(name) or torch.zeros(1))

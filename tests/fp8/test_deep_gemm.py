@@ -19,7 +19,8 @@ from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from . import deep_gemm_double as double
 from .deep_gemm_double import DeepGemm, Refused
-from .test_backends import by_rows, fake_scaled_mm
+from .scaled_mm_double import scaled_mm
+from .test_backends import by_rows
 from .thresholds import SQNR_GEMM, sqnr
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -138,7 +139,7 @@ def test_a_weight_gradient_compiles_nothing_for_another_number_of_tokens(library
 
 def test_a_weight_gradient_in_bf16_is_rounded_in_the_product(library, monkeypatch):
     monkeypatch.setattr(deep_gemm, "check_cublaslt", lambda: (True, "CUDA 12.9"))
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_scaled_mm)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
     g, x, ours = transposed(300, 48, 144)
     found = ours.wgrad_product(g, x, BF16)
     assert not library.calls and found.dtype == BF16
@@ -313,7 +314,7 @@ def trained(library, monkeypatch):
     """A trainer's step over ``tokens`` through a layer [N, K]."""
     monkeypatch.setitem(backends._LOADED, "deep_gemm", ours := DeepGemmBackend())
     ours.rounds = True
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_scaled_mm)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
     layer = Fp8Linear(256, 384, bias=False, dtype=BF16)
 
     def step(tokens, splits=1):
