@@ -34,7 +34,8 @@ class _Linear(torch.autograd.Function):
             y = functools.reduce(torch.add, (_product(*pair, torch.float32) for pair in pairs)).to(out_dtype)
         ctx.save_for_backward(x_MK, w_NK)
         ctx.x_dtype, ctx.w_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
-        return y.view(*x.shape[:-1], w_NK.shape[0])
+        # not a view, as the result of ``F.linear``: FSDP2 warns that writing to one would drop its hooks
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], w_NK.shape[0]])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

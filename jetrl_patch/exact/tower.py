@@ -71,7 +71,9 @@ def _whole(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, ends: list[int], scale: 
     q_RHD = q[places.minimum(end - 1)].transpose(1, 2).reshape(len(pieces), H * ROWS, width)
     with dispatch.attention_by("", q.device.type, width):  # the project's kernel: others have larger blocks
         out = ops.attention_paged(q_RHD, k.unsqueeze(1), v.unsqueeze(1), *steps, scale)
-    return out.view(-1, H, ROWS, width).transpose(1, 2)[places < end][..., :D]
+    count = (end - row).flatten().clamp(max=ROWS)
+    piece_T = torch.arange(len(pieces), device=q.device).repeat_interleave(count, output_size=T)
+    return out.view(-1, H, ROWS, width)[piece_T, :, torch.arange(T, device=q.device) - row[piece_T, 0], :D]
 
 
 class _WholeAttention(torch.autograd.Function):

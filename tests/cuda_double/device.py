@@ -1,8 +1,8 @@
 """Doubles of one H100 in a CPU build of torch. ``install`` changes torch for good: call it in a process of its own.
 
-Faked: the device (``device.cpp``), what ``torch.cuda`` says of it, random numbers, and the launches of Triton, DeepGEMM and
-FlashAttention-3, which check their arguments and compute nothing. The comparisons of ``exact.trial`` compare shapes, dtypes and
-devices, because no tensor has values (FakeTensorMode).
+Faked: the device (``device.cpp``), what ``torch.cuda`` says of it, random numbers, and the launches of Triton, DeepGEMM, cuBLASLt
+and FlashAttention-3, which check their arguments and compute nothing. The comparisons of trials compare shapes, dtypes and
+devices, because no tensor has values (FakeTensorMode). What the design reads on the host (digests, statistics) is counted.
 
 Not faked: the plugin's own Python, torch's operators with their rules for devices and dtypes, autograd, autocast and checkpoints.
 So a CPU tensor among CUDA tensors raises, and so do a wrong dtype and whatever makes the host wait for the device.
@@ -12,9 +12,11 @@ Bits, kernels, memory and streams are not tested.
 from __future__ import annotations
 
 import collections
+import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +24,23 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction
 
 from jetrl_patch.adapters.transformers import fused
 from jetrl_patch.backends import capability, row_equality
 from jetrl_patch.exact import trial
+from jetrl_patch.fp8 import grouped
+from jetrl_patch.measure import monitor
+from jetrl_patch.sync import send
 from tests.cuda_wheels.h100_double import CAPABILITY, MULTIPROCESSORS, NAME
 from tests.exact.flash3_double import FlashAttention3
+from tests.fp8 import scaled_mm_double
 from tests.fp8.deep_gemm_double import DeepGemm
 
+_aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 #: what a launch accepts besides tensors
 SCALARS = (int, float, bool, str, tuple, type(None), torch.dtype, triton.language.dtype, triton.language.constexpr)
@@ -41,6 +48,11 @@ SCALARS = (int, float, bool, str, tuple, type(None), torch.dtype, triton.languag
 GRID = (2**31 - 1, 65535, 65535)
 #: launches by the kernel's or the library's name
 launches: collections.Counter[str] = collections.Counter()
+
+
+_tolist = FakeTensor.tolist
+#: tensors that ``torch.tensor`` made on the device, by id, with their values
+_made: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
 
 class Refused(RuntimeError):
@@ -53,13 +65,20 @@ def need(ok: bool, *what: object) -> None:
 
 
 class NoWait(TorchDispatchMode):
-    """Refuses copies to the host. FakeTensorMode itself refuses ``.item()`` and shapes that depend on values."""
+    """Refuses copies between host and device. FakeTensorMode itself refuses ``.item()`` and shapes that depend on values.
+
+    torch waits for the stream in a copy to the device too, unless it is told not to (``memcpy_and_sync`` in ``Copy.cu``).
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = args[func is torch.ops.aten.copy_.default]
-            need(out.is_cuda or not source.is_cuda, "the host waits for a copy of", source)
+        named = kwargs or {}
+        out = func(*args, **named)
+        if func in (_aten._to_copy.default, _aten.copy_.default):
+            source = args[func is _aten.copy_.default]
+            meanwhile = named.get("non_blocking") or (args[2:3] == (True,) and func is _aten.copy_.default)
+            need(out.is_cuda == source.is_cuda or (out.is_cuda and meanwhile), "the host waits for a copy of", source)
+        elif func in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):
+            need(not args[0].is_cuda or all(t is None or t.is_cuda for t in args[1]), "the host waits for a copy of an index")
         return out
 
 
@@ -74,6 +93,13 @@ class Gemm(DeepGemm):
 
     def product(self, a, sa, b, sb, out_dtype, tile) -> Tensor:  # type: ignore[no-untyped-def]
         return torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=DEVICE)
+
+
+def scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    scaled_mm_double.check(a, b, sa, recipe_a, sb, recipe_b, output_dtype)
+    need(a.device == DEVICE, "cuBLASLt: a tensor on", a.device)
+    launches["cuBLASLt"] += 1
+    return torch.empty(a.shape[0], b.shape[1], dtype=output_dtype, device=DEVICE)
 
 
 class Attention(FlashAttention3):
@@ -108,6 +134,18 @@ def same_kind(ours: Tensor, theirs: Tensor, where: str) -> None:
         need(getattr(ours, what) == getattr(theirs, what), where, getattr(ours, what), getattr(theirs, what))
 
 
+class Generator(torch.Generator):
+    """A generator of any device, on the host."""
+
+    def __new__(cls, device: object = None) -> Generator:
+        return super().__new__(cls)
+
+
+def on_host(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors with values."""
+    return unset_fake_temporarily()(call)
+
+
 def without_generator(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Random numbers, which no generator of a CPU build makes for this device. On the host they have values."""
 
@@ -124,11 +162,79 @@ def without_constant(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``torch.tensor``: FakeTensorMode would keep its values, and fail to copy them to a device without memory."""
 
     def made(data: Any, *, device: Any = None, **named: Any) -> Tensor:
+        if isinstance(data, Tensor):
+            return tensor(data, device=device, **named)
         with unset_fake_temporarily():
             found = tensor(data, **named)
-        return found if device is None else torch.empty_like(found, device=device)
+        on_device = device is not None and torch.device(device).type == "cuda"
+        need(not (on_device and NoWait in map(type, _get_current_dispatch_mode_stack())), "the host waits for a copy of", data)
+        if not on_device:
+            return found
+        there = torch.empty_like(found, device=device)
+        _made[id(there)] = weakref.ref(there), data
+        return there
 
     return made
+
+
+def to_device(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Move a model without values: parameters as FSDP holds them in a forward pass, in ``dtype``, buffers in their own."""
+
+    def moved(t: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(t.shape, dtype=dtype, device=DEVICE)
+
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = torch.nn.Parameter(moved(p, dtype), requires_grad=p.requires_grad)
+        for name, b in module._buffers.items():
+            if b is not None:
+                module._buffers[name] = moved(b, b.dtype)
+
+
+def waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Count calls of a double for something that waits by design, and compute it from no values."""
+
+    @functools.wraps(call)
+    def counted(*args: Any, **named: Any) -> Any:
+        launches["waits"] += 1
+        return call(*args, **named)
+
+    return counted
+
+
+class Stream:
+    """The one stream, on which everything is done."""
+
+    device = DEVICE
+
+    def __init__(self, *args: Any, **named: Any) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+
+class Event:
+    def __init__(self, *args: Any, **named: Any) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None:
+        raise Refused("the host waits for an event")
+
+
+def tolist(self: FakeTensor) -> Any:
+    """Of what ``torch.tensor`` made on the device: the host waits, which is counted."""
+    if id(self) not in _made or _made[id(self)][0]() is not self:
+        return _tolist(self)  # raises
+    launches["waits"] += 1
+    return _made[id(self)][1]
 
 
 def install(flash3: bool) -> None:
@@ -136,15 +242,18 @@ def install(flash3: bool) -> None:
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, major=CAPABILITY[0], minor=CAPABILITY[1])
     for name, value in {
         "is_available": True, "current_device": 0, "empty_cache": None, "get_device_capability": CAPABILITY,
-        "get_device_name": NAME, "get_device_properties": properties,
+        "get_device_name": NAME, "get_device_properties": properties, "device_count": 1, "set_device": None, "synchronize": None,
+        "ipc_collect": None, "current_stream": Stream(), "stream": nullcontext(),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, lambda *args, value=value: value)
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
     torch.version.cuda = "13.0"
-    on_host = torch.Generator
-    torch.Generator = lambda device=None: on_host()  # type: ignore[misc, assignment]
-    torch.tensor = without_constant(torch.tensor)
+    torch.Generator = Generator  # type: ignore[misc, assignment]
+    torch.tensor, torch.as_tensor = without_constant(torch.tensor), without_constant(torch.as_tensor)
     torch.randn, torch.randperm = without_generator(torch.randn), without_generator(torch.randperm)
     torch.Tensor.data_ptr = address  # type: ignore[method-assign]
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    torch.nn.functional.scaled_mm = scaled_mm
     JITFunction.run = launch
 
     gemm: Any = Gemm()
@@ -154,8 +263,11 @@ def install(flash3: bool) -> None:
 
     capability.check_nvcc = lambda version: (True, "nvcc")
     capability.DEEP_GEMM = ("deep_gemm",)  # type: ignore[assignment]
-    fused._is_common = unset_fake_temporarily()(fused._is_common)  # compares values, on the host
-    trial.require_equal = same_kind
+    fused._is_common = on_host(fused._is_common)  # compares values
+    for module in (trial, grouped, row_equality):
+        module.require_equal = same_kind  # type: ignore[attr-defined]
+    send.read = waiting(lambda started: [(0, False)] * len(started))
+    monitor._to_host = waiting(lambda tensors: [[0.0] * t.numel() if t.dim() else 0.0 for t in tensors])
     trial._tried = lambda call: row_equality.as_verdict(call)()  # errors are the test's, not a verdict
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import sys
@@ -24,24 +25,11 @@ from tests.models import build  # noqa: E402
 TOKENS = 333
 
 
-def moved(t: torch.Tensor) -> torch.Tensor:
-    """As FSDP holds a tensor in a forward pass: parameters in BF16, buffers in their own dtype."""
-    return torch.empty(t.shape, dtype=torch.bfloat16 if t.requires_grad else t.dtype, device=device.DEVICE)
-
-
-def to_device(model: Any) -> None:
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            module._parameters[name] = p if p is None else torch.nn.Parameter(moved(p), requires_grad=p.requires_grad)
-        for name, b in module._buffers.items():
-            module._buffers[name] = b if b is None else moved(b)
-
-
-def step(model: Any) -> None:
-    """Forward under autocast with recomputation, log-probs, backward. The host never waits."""
+def step(model: Any, waits: bool = False) -> None:
+    """Forward under autocast with recomputation, log-probs, backward. The host waits at most for a table of the first step."""
     ids, positions = (torch.empty(1, TOKENS, dtype=torch.int64, device=device.DEVICE) for _ in range(2))
     attention.mark(positions, 7)
-    with device.NoWait():
+    with contextlib.nullcontext() if waits else device.NoWait():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False, attention_mask=None).logits[0]
             log_probs = ops.token_log_probs(logits, ids[0], torch.empty(TOKENS, 1, device=device.DEVICE), reuse=True)
@@ -74,8 +62,8 @@ def main(family: str, backend: str, kernel: str) -> None:
     config = Config(precision="fp8-unified", backend=backend, exact_attention=kernel).resolved()
     with device.tensors_without_values():
         assert prepare.prepare_model(model, config, device_type="cuda")
-        to_device(model)
-        step(model)
+        device.to_device(model)
+        step(model, waits=True)
         device.launches.clear()
         step(model)
         counted = json.dumps(device.launches)

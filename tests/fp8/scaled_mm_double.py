@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_patch.backends import quantize
-from jetrl_patch.kernels.formats import BLOCK, FP8, groups
+from jetrl_patch.kernels.formats import FP8, groups
 
 ROWS, BLOCKS = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 
