@@ -239,6 +239,8 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         ``guarded`` (those the precision guard moved to BF16), ``digests`` (``[tensor, row0, row1, col0, col1, digest]`` of each
         piece held here), ``patches`` (``[target, state]``), ``backend``, ``attention``, ``state`` of the weights, and ``held``:
         the identity of the last sync, if the next one may send only changes.
+
+    Raises SyncError for ``digests`` of an engine that sleeps.
     """
     receiver = worker.jetrl_receiver
     status = session.status()

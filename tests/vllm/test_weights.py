@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,3 +246,21 @@ def test_dummy_weights_load(checkpoint: Callable[..., str], engine: Callable[...
     worker = worker_of(llm)
     push(worker, stream(path, config, worker.jetrl_receiver.terms))
     assert in_engine(llm) == expected(path, (), "pow2")
+
+
+def test_no_digests_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading memory that is unmapped would end the process. vLLM 0.24 records only what a sleep has copied to the host."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from jetrl_patch.adapters.vllm.install import VllmInstaller
+
+    installer, held = VllmInstaller(torch.nn.Linear(4, 4)), SimpleNamespace(tag="weights", cpu_backup_tensor=None)
+    kv_cache = SimpleNamespace(tag="kv_cache", cpu_backup_tensor=None, is_asleep=True)
+    monkeypatch.setattr(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data={1: kv_cache, 2: held}))
+    for state in ({"is_asleep": True}, {"cpu_backup_tensor": torch.zeros(1)}):
+        assert installer.installed() == []
+        asleep = SimpleNamespace(**{**vars(held), **state})
+        monkeypatch.setattr(CuMemAllocator.instance, "pointer_to_data", {1: kv_cache, 2: asleep})
+        with pytest.raises(SyncError, match=r"found an engine that sleeps. .*wake_up\(tags=\[\"weights\"\]\)"):
+            installer.installed()
+        monkeypatch.setattr(CuMemAllocator.instance, "pointer_to_data", {1: kv_cache, 2: held})
