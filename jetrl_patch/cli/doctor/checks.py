@@ -106,8 +106,11 @@ def _deepspeed(used: Collection[str], pin: str) -> Check:
 
 # ---- Check this machine: accelerator, compiler, GEMM backend, flash-attn -------------------------
 
-def check_machine(config: Config) -> Iterator[Check]:
-    """Check the device, the compiler, the backend, and whether exact alignment works on the device."""
+def check_machine(config: Config, address: str = "") -> Iterator[Check]:
+    """Check the device, the compiler, the backend, and whether exact alignment works on the device.
+
+    ``address`` is that of the Ray cluster that the run would join. Its head node may have no GPU, and then tells nothing.
+    """
     if guards.installed_version("torch") is None:
         yield Check("device", "skipped", "torch is not installed")
         return
@@ -116,7 +119,11 @@ def check_machine(config: Config) -> Iterator[Check]:
         yield Check("device", "problem", found, "install torch anew, in a build for this machine")
         return
     on_cpu = registry.platform().is_cpu_run(config)
-    yield _device(config, on_cpu)
+    device = _device(config, on_cpu, address)
+    yield device
+    if device.state == "unknown":
+        yield Check("GEMM backend", "skipped", "only a node with a GPU can tell")
+        return
     if on_cpu:
         yield _compiler()
     yield _backend(config, on_cpu)
@@ -134,13 +141,17 @@ def check_machine(config: Config) -> Iterator[Check]:
 _ANY_GPU = f"use {UNQUANTIZED} or 'fp16' on this GPU; for FP8 use an H100 or H200"
 
 
-def _device(config: Config, on_cpu: bool) -> Check:
+def _device(config: Config, on_cpu: bool, address: str) -> Check:
     """The device, and whether it can run the precision: for each format, vLLM refuses GPUs below a compute capability."""
     if on_cpu:
         return Check("device", "ok", "CPU (the installed vLLM is a CPU build, or platform='cpu')")
     ok, found = machine.check_cuda()
+    if not ok and address not in ("", "local"):
+        finding = f"{found} on this node, and the others of the Ray cluster at {address} were not checked"
+        return Check("device", "unknown", finding, "run jetrl doctor on a node that has GPUs")
     if not ok:
-        return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
+        fix = "use a machine with a GPU, or the CPU builds of torch and vLLM; on a Ray head node without a GPU set RAY_ADDRESS"
+        return Check("device", "problem", found, fix)
     fast, why = machine.check_hopper()
     if fast or config.format is None or config.scale_format == "mxfp8":  # then the check of the backend decides
         return Check("device", "ok", found)

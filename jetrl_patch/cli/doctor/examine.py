@@ -136,7 +136,7 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
     arguments, config = _settings(report, overrides, started, environ)
     report.config = config
     progress.stage("checking the machine")
-    report.checks += checks.check_machine(config)
+    report.checks += checks.check_machine(config, environ.get("RAY_ADDRESS", ""))
     framework = report.framework if arguments is not None else None
     needs = registry.trainer(framework).needs_flash_attn(arguments) if framework else None
     report.checks.append(checks.check_flash_attn(registry.platform().is_cpu_run(config), needs))
