@@ -26,6 +26,8 @@ OTHERS = [
     ({"scale_format": "fp32"}, {"scale_format": "pow2"}, "scale_format='pow2'"),
     ({"align": "linear"}, {}, "align='exact'"),
     ({"exclude": ("layers.0",)}, {}, r"exclude=\(\)"),
+    ({"kv_cache": "fp8"}, {}, "kv_cache='auto'"),
+    ({"on_cut": "bf16"}, {}, "on_cut='refuse'"),
     ({"precision": "fp8-rollout", "rollout_granularity": "channel"}, {"precision": "fp8-rollout"}, "'block'"),
     ({"precision": "int8-rollout"}, {"precision": "int8-rollout", "smoothing": 0.0}, "smoothing=0.0"),
     ({"precision": "bf16", "head_dtype": "float32"}, {"precision": "bf16"}, "head_dtype='auto'"),

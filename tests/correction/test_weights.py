@@ -24,6 +24,13 @@ def given_bounds(kind: str, bounds: tuple[float, float]) -> tuple[float, ...]:
     return bounds if kind in ("geo-mis", "icepop") else bounds[1:]
 
 
+def test_without_a_correction_every_response_token_counts_once() -> None:
+    log_ratio, mask = torch.tensor([[0.5, float("nan"), -3.0]]), torch.tensor([[2, 0, 1]])
+    found = correct("none", log_ratio, mask)
+    assert found.kept.dtype == torch.bool and found.kept.tolist() == [[True, False, True]]
+    assert found.weights.tolist() == [[1.0, 0.0, 1.0]] and not found.outside.any()
+
+
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @given(batch=batches(), bounds=BOUNDS | st.none())
 def test_weights_are_those_of_the_definition(kind: str, batch: Any, bounds: Any) -> None:
