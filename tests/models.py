@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from jetrl_patch.models.families import FAMILIES
+
+_CLASSES = {name: family.causal_lm for name, family in FAMILIES.items()}
 #: blocks of which every second has attention; the others have 2 heads for keys and 4 for values, 64 wide
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -96,6 +99,8 @@ def config_of(family: str, **options: Any) -> Any:
     }
     if family in ("qwen3", "llama", "seed_oss", "qwen3_moe", "mixtral", "glm4_moe", "qwen3_next"):
         settings["head_dim"] = 64
+    if family in _CLASSES:
+        settings["architectures"] = [_CLASSES[family]]
     return AutoConfig.for_model(family, **{**settings, **OF_FAMILY.get(family, {}), **options})
 
 

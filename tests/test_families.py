@@ -201,7 +201,6 @@ OUTSIDE = [
     ("mixtral", "sliding_window", 4096, "whole context"),
     ("mixtral", "router_jitter_noise", 0.1, "Set router_jitter_noise=0 in config.json, or use"),
     ("glm4_moe", "tie_word_embeddings", True, "of its own"),
-    ("llama", "architectures", ["LlamaForSequenceClassification"], "expected LlamaForCausalLM"),
 ]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from jetrl_patch.measure.pictures import Picture, noise, place_pictures
+from jetrl_patch.models import families
 from tests import models
 
 #: torchvision and what verl needs for images, which `make vision` installs; not in the environment of all tests
@@ -124,6 +125,7 @@ def config_of(family: str, **text: Any) -> Any:
         text_config={**_TEXT, **own, **text},
         vision_config={**_VISION, **vision},
         tie_word_embeddings=text.get("tie_word_embeddings", False),
+        architectures=[families.FAMILIES[family].causal_lm],
         **ids,
     )
 

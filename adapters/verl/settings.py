@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.min_tokens", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.presence_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
-    temperature(f"{ROLLOUT}.temperature"),
+    *temperature(f"{ROLLOUT}.temperature"),
     Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
 )  # fmt: skip
 

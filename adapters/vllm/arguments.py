@@ -42,9 +42,9 @@ FREE: dict[str, str] = {
         "exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
         "enable_prompt_tokens_details enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers"
     ),
-    "images, audio and video: exact mode has no vision-language model, and elsewhere a mismatch shows in the metrics": (
-        "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs mm_shm_cache_max_object_size_mb "
-        "mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input"
+    "how many images, and where they are kept; what makes other pixels of them is refused, as the trainer would not know it": (
+        "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
+        "mm_encoder_tp_mode skip_mm_profiling disable_chunked_mm_input"
     ),
     "file locations, timeouts between processes, and CPU affinity": (
         "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout fail_on_environ_validation "

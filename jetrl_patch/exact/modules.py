@@ -203,13 +203,9 @@ def check_family(hf_config: Any) -> Family:
         required, found = f"one of the model families {', '.join(covered)}", uncovered(hf_config, "exact")
         raise ModelError(explain('align="exact"', required=required, found=found, fix=_WAY_OUT))
     family = covered[model_type]
-    problems = []
-    architectures = getattr(hf_config, "architectures", None) or [family.causal_lm]
-    if family.causal_lm not in architectures:
-        problems.append(f"architectures={architectures} (expected {family.causal_lm})")
     text = text_config(hf_config)
     broken = [setting for setting in family.settings if setting.problem(text)]
-    problems += [setting.problem(text) for setting in broken]
+    problems = [setting.problem(text) for setting in broken]
     rope = rope_parameters(text)
     rope_types = (*_ROPE_TYPES, "yarn") if family.absorbed else _ROPE_TYPES  # vLLM has another YaRN for other families
     if rope["rope_type"] not in rope_types:

@@ -16,6 +16,7 @@ from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import MODES, Precision
 from jetrl_patch.errors import ConfigError, ModelError, explain, reading
 from jetrl_patch.measure.pictures import Picture, check_images
+from jetrl_patch.models.structure import check_structure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -334,11 +335,19 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> bool:
     if sees:
         check_images(path, settings.get("model_type"))
     _check_heads(path, {**settings, **settings.get("text_config", {})}, tp)
-    if any(config.exact for config in configs) and not sees:  # transformers reads older files of models with a tower
+    if not sees:  # transformers reads older files of models with a tower
+        for config in configs:
+            _check_text_model(SimpleNamespace(**settings), config)
+    return sees
+
+
+def _check_text_model(hf_config: Any, config: Config) -> None:
+    if config.quantized_rollout:
+        check_structure(hf_config, config)
+    if config.exact:
         from jetrl_patch.exact.modules import check_family
 
-        check_family(SimpleNamespace(**settings))
-    return sees
+        check_family(hf_config)
 
 
 def _check_heads(path: str, settings: dict[str, Any], tp: int) -> None:

@@ -11,7 +11,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from jetrl_patch.models.family import GATE_UP, QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
+from jetrl_patch.models.family import (
+    GATE_UP,
+    ONLY_VLLM,
+    QKV,
+    READERS,
+    REMOVE,
+    SETTINGS,
+    WINDOW,
+    Family,
+    Mixture,
+    Part,
+    Setting,
+)
 
 __all__ = [
     "ABSORBED", "DENSE_BLOCKS", "FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "TOWERS", "Family", "Part", "Setting",
@@ -26,6 +38,8 @@ _ALL_BLOCKS = tuple(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS
 _always = functools.partial(Setting, everywhere=True)
 _NO_OUTPUT_BIAS = _always("attention_bias", (False,), "vLLM leaves out the bias of o_proj")
 _NO_BIAS = "the model in transformers has no such bias"
+#: for the families that vLLM builds as a Llama
+_NO_BIASES = tuple(_always(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias", "qkv_bias"))
 _NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
 _ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
@@ -34,11 +48,11 @@ _NO_WINDOW = Setting("sliding_window", (None,), WINDOW)
 
 def _only_vllm(key: str, *values: Any) -> Setting:
     """A key that vLLM's model of the family reads and transformers' ignores, with the values that change nothing."""
-    return _always(key, values, "only vLLM reads it", "remove it from config.json")
+    return _always(key, values, ONLY_VLLM, REMOVE)
 
 
+_LOGIT_SCALE = _only_vllm("logit_scale", 1)
 _NAMED_WINDOW = _only_vllm("sliding_window", None, 0)  # vLLM gives a window to every model that names one
-_CAUSAL = _only_vllm("is_causal", True)
 _PARTIAL = Setting("rope_parameters.partial_rotary_factor", (), "both sides leave part of a head unrotated")
 _NOT_TIED = Setting("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")
 _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
@@ -51,12 +65,13 @@ _EXPERTS: dict[Part, str] = {
     **_NOT_MEGATRON,
 }
 #: for every family with a vision tower
+_SECTIONS = Setting(
+    "rope_parameters.mrope_section", (), "without it vLLM's positions have one dimension, the trainer's three",
+    "set it in config.json", everywhere=True, needed=True,
+)  # fmt: skip
 _INTERLEAVED = (
     Setting("rope_parameters.mrope_interleaved", (True,), "the trainer's angles are interleaved", needed=True),
-    Setting(
-        "rope_parameters.mrope_section", (), "without it vLLM's positions have one dimension, the trainer's three",
-        "set it in config.json", everywhere=True, needed=True,
-    ),
+    _SECTIONS,
 )
 _TOWER: dict[Part, str] = {"scaling": "moving factors has not been tested with a vision tower", **_NOT_MEGATRON}
 _VISION: dict[Part, str] = {
@@ -114,25 +129,28 @@ def _with_experts(model_type: str, classes: str, title: str, *settings: Setting,
 
 
 _RECORDS = (
-    _family("qwen2", "Qwen2", "Qwen2/2.5", _CAUSAL, _only_vllm("qk_norm", False)),
-    _family("qwen3", "Qwen3", "Qwen3", _CAUSAL, _NO_OUTPUT_BIAS),
+    _family("qwen2", "Qwen2", "Qwen2/2.5", _only_vllm("qk_norm", False), plain_heads=True),
+    _family("qwen3", "Qwen3", "Qwen3", _NO_OUTPUT_BIAS),
     _family(
         "llama", "Llama", "Llama",
         _NAMED_WINDOW,
-        _CAUSAL,
         *(_only_vllm(key, False) for key in ("bias", "qkv_bias")),
-        _only_vllm("logit_scale", 1),
+        _LOGIT_SCALE,
     ),
     _family(
         "mistral", "Mistral", "Mistral",
         _NO_WINDOW,
-        *(_always(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
-        Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
+        *_NO_BIASES,
+        _LOGIT_SCALE,
+        _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
+        _only_vllm("ada_rms_norm_t_cond", False),
         uncovered=_ONLY_TRANSFORMERS,
     ),
     _family(
         "phi3", "Phi3", "Phi-3",
         _PARTIAL,
+        *_NO_BIASES,
+        _LOGIT_SCALE,
         readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(),
         uncovered={
@@ -147,7 +165,6 @@ _RECORDS = (
         _always("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
         _always("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
         _always("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
-        _CAUSAL,
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
         rollout="both",  # transformers' code since vLLM 0.32
     ),
@@ -158,7 +175,7 @@ _RECORDS = (
         _always("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
         _always("attention_sinks", (False,), "the shared attention has no sinks"),
         _always("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
-        _only_vllm("logit_scale", 1),
+        _LOGIT_SCALE,
         _only_vllm("bias", False),
         uncovered=_ONLY_TRANSFORMERS,
         logits_divisor="logits_scaling",
@@ -167,6 +184,7 @@ _RECORDS = (
         "qwen3_moe", "Qwen3Moe", "Qwen3-MoE",
         _NO_OUTPUT_BIAS,
         *_ALL_BLOCKS,
+        _only_vllm("shared_expert_intermediate_size", None, 0),
         merged=(QKV,),
         uncovered=_EXPERTS,
     ),
@@ -176,14 +194,16 @@ _RECORDS = (
         _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
         _always("clip_qkv", (None,), "vLLM does not clip q, k and v"),
         _always("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
-        Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
+        _always("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
         _NOT_TIED,
         merged=(QKV,),
+        plain_heads=True,
     ),
     _with_experts(
         "qwen2_moe", "Qwen2Moe", "Qwen2-MoE",
         _always("qkv_bias", (True,), "vLLM always has a bias in q, k and v"),
         row_parallel={**_OUTPUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+        plain_heads=True,
     ),
     _with_experts(
         "mixtral", "Mixtral", "Mixtral",
@@ -214,7 +234,13 @@ _RECORDS = (
         mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),
-    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_TOWER | _NOT_VEOMNI, tower="visual"),
+    _family(
+        "qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL",
+        _SECTIONS,
+        uncovered=_TOWER | _NOT_VEOMNI,
+        tower="visual",
+        plain_heads=True,
+    ),
     _family(
         "qwen3_vl", "Qwen3VL", "Qwen3-VL",
         _NO_OUTPUT_BIAS,
@@ -269,6 +295,7 @@ _RECORDS = (
     _family(
         "glm4v", "Glm4v", "GLM-4.1V",
         _PARTIAL,
+        _SECTIONS,
         readers={**_BEFORE_ATTENTION, "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(QKV,),
         uncovered={**_VISION, **_NOT_VEOMNI, "fused": _ONE_WEIGHT},

@@ -58,11 +58,22 @@ class Setting:
 
 
 WINDOW = "the shared attention sees the whole context"
+ONLY_VLLM, REMOVE = "only vLLM reads it", "remove it from config.json"
+#: numbers of a rotary embedding: transformers ignores all but the last, which not every release of vLLM reads
+_ROPE = (
+    "use_fope", "rope_dim", "alpha", "max_trained_positions", "short_mscale", "long_mscale", "extrapolation_factor",
+    "attn_factor", "attention_factor",
+)  # fmt: skip
 #: for every family, unless its record has others
 SETTINGS = (
-    Setting("hidden_act", ("silu", "swish"), "the shared activation is SiLU"),
+    Setting("hidden_act", ("silu",), "vLLM's models compute SiLU, and some know it by no other name", everywhere=True),
     Setting("use_sliding_window", (False, None), WINDOW),
     Setting("layer_types", ("full_attention", None), WINDOW),
+    Setting("head_dtype", (None, "model", "bfloat16"), ONLY_VLLM, REMOVE),
+    Setting("is_causal", (True,), ONLY_VLLM, REMOVE, everywhere=True),
+    Setting("rope_parameters.mrope_section", (None,), ONLY_VLLM, REMOVE, everywhere=True),
+    Setting("rope_parameters.full_attention", (None,), "all layers share one table of rotary angles", everywhere=True),
+    *(Setting(f"rope_parameters.{key}", (None, False), "one side ignores it", REMOVE, everywhere=True) for key in _ROPE),
     Setting("dual_chunk_attention_config", (None,), WINDOW),
     Setting("rope_parameters.partial_rotary_factor", (1.0,), "the trainer always rotates whole heads", everywhere=True),
 )
@@ -118,6 +129,7 @@ class Family:
         delta_net: whether some blocks have a gated delta net (``linear_attn``) instead of attention: a state that the tokens of
             a sequence update one after the other. ``layer_types`` of the configuration says which. The norms of such a model
             multiply by 1 + weight.
+        plain_heads: whether vLLM's heads are hidden_size / num_attention_heads wide, whatever ``head_dim`` says.
         absorbed: of latent attention (MLA), the linear that makes keys and values from what they are compressed to; empty for
             other attention. In decoding, vLLM does not call this layer. It multiplies queries and outputs by the halves of its
             weight, in BF16, so the layer stays in BF16 on both sides.
@@ -141,6 +153,7 @@ class Family:
     text: str = ""
     tower: str = ""
     delta_net: bool = False
+    plain_heads: bool = False
     absorbed: str = ""
 
     @property

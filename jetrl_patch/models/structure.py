@@ -171,7 +171,7 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
 
 def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
     """Yield what is required of a setting, what was found, and the start of the fix."""
-    quantized = getattr(hf_config, "quantization_config", None)
+    quantized = getattr(hf_config, "quantization_config", None) or getattr(hf_config, "compression_config", None)
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else getattr(quantized, "quant_method", None)
         found = f"quantization_config of {method!r}"
@@ -179,12 +179,26 @@ def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
     family = family_of(hf_config)
     if family is None:
         return
+    others = set(getattr(hf_config, "architectures", None) or ()) - {family.causal_lm}
+    if others:
+        required = f"architectures=['{family.causal_lm}'] (vLLM chooses its model by it, the trainer by model_type)"
+        yield required, f"architectures={hf_config.architectures}", "use another model, or"
     text = text_config(hf_config)
     for setting in family.settings:
         if setting.everywhere and (found := setting.found(text)):
             fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"
             required = f"{setting.key}={setting.values}" if setting.covered else setting.key
             yield f"{required} ({setting.reason})", found, fix
+    rotated, turned = getattr(text, "partial_rotary_factor", None), getattr(text, "rope_parameters", None) or {}
+    if rotated is not None and turned.get("partial_rotary_factor", rotated) != rotated:
+        required = f"partial_rotary_factor={turned['partial_rotary_factor']}, as in rope_parameters (vLLM reads the one outside)"
+        yield required, f"partial_rotary_factor={rotated}", "set both alike in config.json, or use"
+    if (width := getattr(text, "head_dim", None)) and (family.plain_heads or family.absorbed):
+        name, heads = "hidden_size / num_attention_heads", text.hidden_size // text.num_attention_heads
+        if family.absorbed:
+            name, heads = "qk_rope_head_dim", text.qk_rope_head_dim
+        if width != heads:
+            yield f"head_dim={heads}, which is {name} (vLLM ignores head_dim)", f"head_dim={width}", "use another model, or"
     if family.transposed and text.hidden_size in (text.moe_intermediate_size, 2 * text.moe_intermediate_size):
         required = "experts whose shapes tell transformers that they are stored transposed (it would load them as they are)"
         found = f"hidden_size={text.hidden_size}, moe_intermediate_size={text.moe_intermediate_size}"

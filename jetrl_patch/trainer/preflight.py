@@ -148,8 +148,9 @@ def _on_meta(hf_config: Any) -> Any:
     try:
         with torch.device("meta"):
             return auto_class(hf_config).from_config(hf_config)
-    except ValueError as error:
-        raise _unreadable(f"model_type={hf_config.model_type!r}", "a causal language model", error) from error
+    except Exception as error:  # a value that transformers does not know, such as another rope type, is a KeyError
+        required = "a causal language model that transformers can build"
+        raise _unreadable(f"model_type={hf_config.model_type!r}", required, error) from error
 
 
 def auto_class(hf_config: Any) -> Any:
@@ -181,7 +182,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
 
     Yields:
         ModelError: the structure is not supported; exact mode, smoothing or ``invariant_scale`` does not cover the family;
-            there is nothing to quantize; a split cuts a block or is uneven.
+            there is nothing to quantize; a split cuts a block or is uneven; vLLM would not know which model to build.
         ConfigError: the checkpoint was scaled by another ``invariant_scale``; a guard with tensor parallelism.
     """
     from jetrl_patch.fp8.convert import split_layers
@@ -191,14 +192,14 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
     structure = list(raised(lambda: check_structure(hf_config, config)))
     yield from structure
     yield from raised(lambda: check_guard(config, rollout_tp))
+    if structure:  # exact mode would refuse the same again, and the other checks would not find the layers that they look for
+        return
     if config.exact:
         from jetrl_patch.exact.latent import check_latent
         from jetrl_patch.exact.modules import check_family
 
         yield from raised(lambda: check_family(hf_config))
         yield from raised(lambda: check_latent(hf_config, config.kv_cache))
-    if structure:  # the remaining checks would not find the layers that they look for
-        return
     yield from raised(lambda: split_layers(_on_meta(hf_config), config, rollout_tp, rollout_ep))
     scalings = {"smoothing": config.resolved_smoothing, "invariant_scale": config.invariant_scale}
     for name, value in scalings.items():
@@ -207,6 +208,9 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
     scale = config.invariant_scale
     if scale is not None:
         yield from raised(lambda: check_record(hf_config, scale))
+    if not hf_config.architectures:
+        required, fix = "the name of its class in config.json (vLLM builds the model by it)", "add it to config.json"
+        yield ModelError(explain("architectures", required=required, found=str(hf_config.architectures), fix=fix))
 
 
 def _unreadable(what: str, required: str, error: Exception) -> ModelError:

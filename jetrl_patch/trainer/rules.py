@@ -124,6 +124,8 @@ def _s(number: int) -> str:
 LEAST_TEMPERATURE = 0.01
 #: ``required`` of an error about it
 REQUIRED_TEMPERATURE = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
+#: vLLM rejects each request with a higher temperature (``SamplingParams``)
+MOST_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,13 @@ def adapter_problems(config: Config, used: str) -> Iterator[JetrlError]:
             yield ConfigError(explain(f"{name} with {used}", required=required, found=f"{value!r}", fix=fix))
 
 
-def temperature(path: str) -> Rule:
-    """The rule for the rollout's temperature: the trainer divides by it too, so vLLM must not change it."""
-    return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, "set it to 1.0", "exact")
+def temperature(path: str) -> tuple[Rule, Rule]:
+    """The rules for the rollout's temperature: the trainer divides by it too, so vLLM must not change it, and must accept it."""
+    most, fix = f"at most {MOST_TEMPERATURE}, the highest temperature that vLLM accepts", "set it to 1.0"
+    return (
+        Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, fix, "exact"),
+        Rule(path, lambda value: float(value) > MOST_TEMPERATURE, most, fix, "all"),
+    )
 
 
 #: whether a value is anything but false, empty or zero

@@ -69,6 +69,7 @@ def test_defaults_pass_in_every_mode():
         ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
         ({"rollout__temperature": 0.0}, EXACT, ConfigError, "--rollout.temperature"),
         ({"rollout__temperature": 0.009}, EXACT, ConfigError, "--rollout.temperature .*required at least 0.01.*found 0.009"),
+        ({"rollout__temperature": 2.1}, BF16, ConfigError, "--rollout.temperature .*required at most 2.0.*found 2.1"),
     ],
 )
 def test_what_cannot_stand_beside_ours_is_refused_by_name(changes, config, error, says):

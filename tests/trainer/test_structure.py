@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.models.structure import EXPERTS, check_structure
-from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.preflight import check_checkpoint, checkpoint_problems
 from jetrl_patch.trainer.source import convert
 from tests.models import config_of
 
@@ -96,14 +97,18 @@ def test_a_mixture_with_a_record_is_accepted_where_its_experts_are_fp8(tmp_path:
     [
         *((family, "sliding_window", 16) for family in ("llama", "seed_oss", "granite", "olmoe", "glm4_moe")),
         *((family, "partial_rotary_factor", 0.5) for family in ("qwen2", "qwen3", "llama", "mistral", "granite")),
-        *((family, "is_causal", False) for family in ("qwen2", "qwen3", "llama", "seed_oss")),
-        *((family, "logit_scale", 2.0) for family in ("llama", "granite")),
+        *((family, "is_causal", False) for family in ("qwen2", "llama", "mistral", "deepseek_v3", "qwen3_next", "mixtral")),
+        *((family, "logit_scale", 2.0) for family in ("llama", "granite", "mistral")),
         *((family, "bias", True) for family in ("llama", "granite", "mistral")), ("llama", "qkv_bias", True),
+        ("mistral", "qkv_bias", True), ("qwen3_moe", "shared_expert_intermediate_size", 128),
         *((family, "attention_bias", True) for family in ("qwen3", "qwen3_moe", "mistral", "olmoe", "qwen3_next")),
         ("qwen2", "qk_norm", True), ("seed_oss", "attention_bias", False), ("seed_oss", "mlp_bias", True),
         ("granite", "layer_types", ["full_attention"] * 3), ("granite", "layer_rope_theta", [1e4] * 3),
         ("olmoe", "clip_qkv", 8.0), ("olmoe", "norm_topk_prob", True), ("qwen2_moe", "qkv_bias", False),
-        ("qwen3_next", "attn_output_gate", False),
+        ("qwen3_next", "attn_output_gate", False), ("olmoe", "rms_norm_eps", 1e-6),
+        *((family, "hidden_act", "gelu") for family in ("mixtral", "olmoe")), ("llama", "hidden_act", "swish"),
+        *((family, "head_dim", 128) for family in ("qwen2", "qwen2_moe", "olmoe", "deepseek_v3")),
+        ("llama", "architectures", ["LlamaForSequenceClassification"]),
     ],
 )  # fmt: skip
 def test_a_setting_that_one_side_ignores_is_refused(tmp_path: Path, config: Config, family: str, key: str, value: Any) -> None:
@@ -113,6 +118,30 @@ def test_a_setting_that_one_side_ignores_is_refused(tmp_path: Path, config: Conf
     (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}))
     with pytest.raises(ModelError, match=f"required [a-z_.]*{key}="):
         check_checkpoint(tmp_path, config, 1)
+
+
+@pytest.mark.parametrize("key", ["mrope_section", "full_attention", "rope_dim", "attn_factor", "attention_factor"])
+def test_a_rotary_embedding_that_one_side_ignores_is_refused(key: str) -> None:
+    config = config_of("mistral")
+    check_structure(config, LINEAR)
+    config.rope_parameters = {**config.rope_parameters, key: [8, 12, 12]}
+    with pytest.raises(ModelError, match=f"required rope_parameters.{key}=None"):
+        check_structure(config, LINEAR)
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("is_causal", False, "required is_causal=True"),  # which exact mode does not cover either
+    ("architectures", None, "architectures: required the name of its class"),
+    ("compression_config", {"quant_method": "fp8"}, "quantization_config of 'fp8'"),
+    ("partial_rotary_factor", 1.0, "as in rope_parameters .*found partial_rotary_factor=1.0"),
+    ("head_dtype", "float32", "head_dtype='float32'.*only vLLM reads it.*Remove it"),
+])  # fmt: skip
+def test_what_is_refused_is_said_once(tmp_path: Path, key: str, value: Any, says: str) -> None:
+    config_of("glm4_moe" if "partial" in key else "llama").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}))
+    (problem,) = checkpoint_problems(tmp_path, EXACT, 1)
+    assert re.search(says, str(problem))
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [("phi3", "partial_rotary_factor", 0.5), ("mistral", "sliding_window", 16)])
@@ -164,6 +193,7 @@ def test_trusting_remote_code_leaves_nothing_unchecked(tmp_path: Path) -> None:
         ("{", "required a configuration that transformers knows"),
         ('{"model_type": "nobody_knows"}', "required a configuration that transformers knows"),
         ('{"model_type": "vit"}', "required a causal language model"),
+        ('{"model_type": "llama", "rope_scaling": {"type": "su"}}', "that transformers can build, found KeyError: 'su'"),
     ],
 )
 @pytest.mark.parametrize("trust", [False, True])

@@ -72,6 +72,7 @@ REFUSED = [
     (f"+{R}.min_tokens=1", "min_tokens", EXACT),
     (f"{R}.temperature=0", "temperature", EXACT),
     (f"{R}.temperature=0.009", "temperature", EXACT),
+    (f"{R}.temperature=2.1", "temperature", ROLLOUT),
     (f"{R}.logprobs_mode=raw_logprobs", "logprobs_mode", EXACT),
 ]
 

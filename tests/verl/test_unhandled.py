@@ -85,6 +85,7 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     (f"+{V}.compilation_config.pass_config.enable_sp=True", "which compute nothing", [EXACT, LINEAR, ROLLOUT]),
     (f"+{V}.data_parallel_size=2", "data_parallel_size", [EXACT, LINEAR, ROLLOUT]),
     (f"+{V}.enable_expert_parallel=True", "enable_expert_parallel", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.mm_processor_kwargs.max_pixels=1000", "mm_processor_kwargs", [EXACT, LINEAR, ROLLOUT]),
     (f"+{V}.worker_cls=mine.Worker", "worker_cls", [EXACT, LINEAR, ROLLOUT]),
     (f"+{V}.weight_transfer_config.backend=nccl", "weight_transfer_config", [EXACT, LINEAR, ROLLOUT]),
     (f"+{V}.speculative_config.method=ngram", "speculative_config", [EXACT, LINEAR, ROLLOUT]),
