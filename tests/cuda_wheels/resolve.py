@@ -21,11 +21,11 @@ from tests.cuda_wheels.cases import CASES, OTHERS, REFUSED, STOCK, V2_RUNNER, Ca
 from tests.cuda_wheels.h100_double import ASKED, stand_in
 from tests.models import config_of
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"moe_intermediate_size": 256},  # two ranks share blocks of 128
     "qwen3_next": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
@@ -180,8 +180,8 @@ def main(folder: Path, out: Path) -> None:
         }
     }
     with tempfile.TemporaryDirectory() as root:
-        for family, architecture in _ARCHITECTURES.items():
-            config = config_of(family, architectures=[architecture], dtype="bfloat16", **_SIZES[family])
+        for family, architecture in ARCHITECTURES.items():
+            config = config_of(family, architectures=[architecture], dtype="bfloat16", **SIZES[family])
             config.save_pretrained(f"{root}/{family}")
         init_distributed_environment(1, 0, f"file://{root}/rendezvous", 0, "gloo")
         mixture = replace(STOCK, model="qwen3_moe")

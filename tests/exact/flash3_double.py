@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ def splits(asked: int, tiles: int, blocks: int) -> int:
 class FlashAttention3:
     """A double of ``vllm.vllm_flash_attn``. ``calls`` holds the tile of keys and the splits of each call."""
 
+    widths: Container[int] = (64, 128)
+
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
 
@@ -70,7 +73,7 @@ class FlashAttention3:
             need(t is None or (t.dtype == torch.int32 and t.is_contiguous()), "int32, contiguous")
         need(isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int), "bounds on the host")
         R, (T, H, D), KH = cu_seqlens_q.numel() - 1, q.shape, k.shape[-2]
-        need(D in (64, 128) and H % KH == 0, "shapes")
+        need(D in self.widths and H % KH == 0, "shapes")
         paged = block_table is not None
         if paged:
             need(block_table.dtype == torch.int32 and block_table.stride(-1) == 1, "page_table")
