@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     qwen = Qwen3Config(**shared, vocab_size=151936, intermediate_size=12288, num_hidden_layers=36)
     llama = LlamaConfig(**shared, vocab_size=128256, intermediate_size=14336, num_hidden_layers=32)
+    qwen.architectures, llama.architectures = ["Qwen3ForCausalLM"], ["LlamaForCausalLM"]
     qwen.save_pretrained(folder / "qwen3_8b")
     llama.save_pretrained(folder / "llama3_1_8b")
     for model in folder.iterdir():

@@ -167,7 +167,7 @@ def test_the_exit_status_is_one_when_a_promise_breaks(
 def test_layers_that_a_split_leaves_in_bf16_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     (tmp_path / "model.safetensors").touch()
     cut = [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]
     monkeypatch.setattr(cli, "run_mode", lambda job, *_: result(job, cut_layers=cut if job.config.on_cut == "bf16" else []))

@@ -241,7 +241,8 @@ def test_the_model_is_looked_at_before_anything_starts(composed, installed, tmp_
 def test_another_family(composed, installed, tmp_path):
     from transformers import MistralConfig
 
-    MistralConfig(hidden_size=256, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    MistralConfig(**sizes, architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"one of qwen2, qwen3, llama.*found model_type='mistral'"):
         settings.check(composed(f"actor_rollout_ref.model.path={tmp_path}"), LINEAR)
 
