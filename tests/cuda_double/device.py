@@ -11,12 +11,11 @@ Bits, kernels, memory and streams are not tested.
 
 from __future__ import annotations
 
-import collections
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,8 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction
@@ -35,6 +36,8 @@ from jetrl_patch.exact import trial
 from jetrl_patch.fp8 import grouped
 from jetrl_patch.measure import monitor
 from jetrl_patch.sync import send
+from tests.cuda_double import graphs
+from tests.cuda_double.checks import launches, need
 from tests.cuda_wheels.h100_double import CAPABILITY, MULTIPROCESSORS, NAME
 from tests.exact.flash3_double import FlashAttention3
 from tests.fp8 import scaled_mm_double
@@ -46,22 +49,9 @@ DEVICE = torch.device("cuda", 0)
 SCALARS = (int, float, bool, str, tuple, type(None), torch.dtype, triton.language.dtype, triton.language.constexpr)
 #: the largest grid
 GRID = (2**31 - 1, 65535, 65535)
-#: launches by the kernel's or the library's name
-launches: collections.Counter[str] = collections.Counter()
-
-
 _tolist = FakeTensor.tolist
 #: tensors that ``torch.tensor`` made on the device, by id, with their values
 _made: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-
-
-class Refused(RuntimeError):
-    """What a GPU, a library or a launcher would refuse, or what makes the host wait."""
-
-
-def need(ok: bool, *what: object) -> None:
-    if not ok:
-        raise Refused(" ".join(map(str, what)))
 
 
 class NoWait(TorchDispatchMode):
@@ -161,15 +151,18 @@ def without_generator(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def without_constant(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``torch.tensor``: FakeTensorMode would keep its values, and fail to copy them to a device without memory."""
 
-    def made(data: Any, *, device: Any = None, **named: Any) -> Tensor:
+    def made(data: Any, *, device: Any = None, pin_memory: bool = False, **named: Any) -> Tensor:
         if isinstance(data, Tensor):
             return tensor(data, device=device, **named)
+        if device is None:
+            modes = _get_current_function_mode_stack()
+            device = next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), "cpu")
+        device = torch.device(device)
         with unset_fake_temporarily():
-            found = tensor(data, **named)
-        on_device = device is not None and torch.device(device).type == "cuda"
-        need(not (on_device and NoWait in map(type, _get_current_dispatch_mode_stack())), "the host waits for a copy of", data)
-        if not on_device:
+            found = tensor(data, device="cpu", **named)
+        if device.type == "cpu":
             return found
+        need(NoWait not in map(type, _get_current_dispatch_mode_stack()), "the host waits for a copy of", data)
         there = torch.empty_like(found, device=device)
         _made[id(there)] = weakref.ref(there), data
         return there
@@ -203,32 +196,6 @@ def waiting(call: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-class Stream:
-    """The one stream, on which everything is done."""
-
-    device = DEVICE
-
-    def __init__(self, *args: Any, **named: Any) -> None: ...
-
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-
-class Event:
-    def __init__(self, *args: Any, **named: Any) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None:
-        raise Refused("the host waits for an event")
-
-
 def tolist(self: FakeTensor) -> Any:
     """Of what ``torch.tensor`` made on the device: the host waits, which is counted."""
     if id(self) not in _made or _made[id(self)][0]() is not self:
@@ -243,10 +210,12 @@ def install(flash3: bool) -> None:
     for name, value in {
         "is_available": True, "current_device": 0, "empty_cache": None, "get_device_capability": CAPABILITY,
         "get_device_name": NAME, "get_device_properties": properties, "device_count": 1, "set_device": None, "synchronize": None,
-        "ipc_collect": None, "current_stream": Stream(), "stream": nullcontext(),
+        "ipc_collect": None, "current_stream": graphs.State.stream,
     }.items():  # fmt: skip
         setattr(torch.cuda, name, lambda *args, value=value: value)
-    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
+    torch.cuda.Stream, torch.cuda.Event = graphs.Stream, graphs.Event  # type: ignore[misc, assignment]
+    torch.cuda.stream, torch.cuda.set_stream = graphs.on_stream, graphs.set_stream  # type: ignore[misc, assignment]
+    graphs.State.busy = 1  # the host never waits
     torch.version.cuda = "13.0"
     torch.Generator = Generator  # type: ignore[misc, assignment]
     torch.tensor, torch.as_tensor = without_constant(torch.tensor), without_constant(torch.as_tensor)

@@ -150,7 +150,7 @@ def main(cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
         if (child := os.fork()) == 0:
             try:
                 found = run(*case)
-            except BaseException as error:
+            except BaseException as error:  # reported: the child must not go on with the other cases
                 traceback.print_exc()
                 found = {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()[-6000:]}
             print(json.dumps({"name": name, "seconds": round(time.process_time(), 1)} | found), flush=True)

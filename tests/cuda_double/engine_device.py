@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from triton.runtime.jit import JITFunction
 
 from jetrl_patch.backends import capability, row_equality
 from jetrl_patch.exact import trial
 from tests.cuda_double import device, graphs
-from tests.cuda_double.checks import Unsupported, launches
+from tests.cuda_double.checks import Unsupported
 from tests.cuda_double.device import address
 
 
@@ -31,21 +28,6 @@ def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any)
     graphs.used([value for value in values if isinstance(value, Tensor)])
 
 
-def without_constant(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.tensor``: FakeTensorMode would keep its values, and fail to copy them to a device without memory."""
-
-    def made(data: Any, *, device: Any = None, pin_memory: bool = False, **named: Any) -> Tensor:
-        if device is None:
-            modes = _get_current_function_mode_stack()
-            device = next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), "cpu")
-        device = torch.device(device)
-        with unset_fake_temporarily():
-            found = tensor(data, device="cpu", **named)
-        return found if device.type == "cpu" else torch.empty_like(found, device=device)
-
-    return made
-
-
 def tried(call: Callable[[], str]) -> row_equality.Verdict:
     """In place of ``trial._tried``: other errors are the test's, not a verdict."""
     try:
@@ -54,18 +36,10 @@ def tried(call: Callable[[], str]) -> row_equality.Verdict:
         return row_equality.Verdict(False, str(error))
 
 
-class Generator:
-    """``torch.Generator``: on every device the host's."""
-
-    def __new__(cls, device: object = None, make: Callable[[], Any] = torch.Generator) -> Any:
-        return make()
-
-
 def install_engine() -> None:
     """Put the doubles in place. Those of the wheel are there (``h100_double``)."""
-    device.launches = launches
-    torch.Generator = Generator  # type: ignore[misc, assignment]
-    torch.tensor = without_constant(torch.tensor)
+    torch.Generator = device.Generator  # type: ignore[misc, assignment]
+    torch.tensor = device.without_constant(torch.tensor)
     JITFunction.run = launch
     gemm: Any = device.Gemm()
     gemm.__spec__ = ModuleSpec("deep_gemm", None)

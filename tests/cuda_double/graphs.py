@@ -192,7 +192,7 @@ def install() -> None:
         setattr(torch.cuda, name, double)
     torch.cuda.memory.get_allocator_backend = lambda: "none"  # vLLM 0.32 would change settings of the native one
     torch.Event = Event  # type: ignore[misc, assignment]  # in vLLM 0.24
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]  # likewise
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]  # which takes torch's streams alone
     memory = {
         "empty_cache": None, "get_memory_info": (MEMORY, MEMORY), "memory_stats": {}, "memory_reserved": 0, "memory_allocated": 0,
         "max_memory_allocated": 0, "reset_peak_memory_stats": None, "mem_get_info": (MEMORY, MEMORY), "set_device_index": None,

@@ -37,6 +37,7 @@ from jetrl_patch.sync import send  # noqa: E402
 from jetrl_patch.trainer import source  # noqa: E402
 from tests import models, vision_models  # noqa: E402
 from tests.cuda_double import device  # noqa: E402
+from tests.cuda_double.checks import launches  # noqa: E402
 
 TOKENS = 333
 
@@ -118,7 +119,7 @@ def adapters() -> None:
     assert len(scaling) == 9
     device.to_device(model)
     forward(model).sum().backward()
-    device.launches.clear()
+    launches.clear()
     backward(model)
     held = dict(model.state_dict())
     with device.NoWait():
@@ -148,7 +149,7 @@ def sharded(gathered: bool) -> None:
     unchanged._read = device.waiting(unchanged._compared.clear)  # the design's wait: once for each optimizer step
     for first in (True, False):
         if not first:
-            device.launches.clear()
+            launches.clear()
         with contextlib.nullcontext() if gathered else unchanged.unchanged_weights(model):
             for _ in range(2):
                 with contextlib.nullcontext() if first else device.NoWait():
@@ -173,7 +174,7 @@ def synced() -> None:
         forward(model).sum().backward()
         _sync(model, sender)  # sync 0 sets the hooks
         backward(model)
-        device.launches.clear()
+        launches.clear()
         _sync(model, sender)
 
 
@@ -288,10 +289,10 @@ def main(names: list[str]) -> None:
     device.install(True)
     found = {}
     for name in names:
-        device.launches.clear()
+        launches.clear()
         with device.tensors_without_values():
             PARTS[name]()
-        found[name] = dict(device.launches)
+        found[name] = dict(launches)
     print(json.dumps(found))
 
 

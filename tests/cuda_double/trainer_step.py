@@ -20,6 +20,7 @@ from jetrl_patch.adapters.transformers import prepare  # noqa: E402
 from jetrl_patch.config import Config  # noqa: E402
 from jetrl_patch.exact import attention, ops, trial  # noqa: E402
 from tests.cuda_double import device  # noqa: E402
+from tests.cuda_double.checks import launches  # noqa: E402
 from tests.models import build  # noqa: E402
 
 TOKENS = 333
@@ -64,9 +65,9 @@ def main(family: str, backend: str, kernel: str) -> None:
         assert prepare.prepare_model(model, config, device_type="cuda")
         device.to_device(model)
         step(model, waits=True)
-        device.launches.clear()
+        launches.clear()
         step(model)
-        counted = json.dumps(device.launches)
+        counted = json.dumps(launches)
         load(model.config)
     print(counted)
 
