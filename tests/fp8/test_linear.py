@@ -17,6 +17,7 @@ from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.models.layers import check_splits, is_quantized, is_row_parallel, matches
 
+from .layer import run_and_compare
 from .thresholds import SAVED_BYTES_RATIO, SQNR_UNQUANTIZED, sqnr
 
 
@@ -36,14 +37,8 @@ def test_forward_and_gradients(backend, scale_format, shape, dtype):
     layer = make(dtype=dtype, scale_format=scale_format, backend=backend)
     x = torch.randn(*shape, 320, dtype=dtype, requires_grad=True)
     g = torch.randn(*shape, 130).to(torch.bfloat16)
-    y = layer(x)
-    y.backward(g)
+    y = run_and_compare(layer, x, g, scale_format)
     assert y.dtype == torch.bfloat16 and x.grad.dtype == dtype and layer.weight.grad.dtype == dtype
-    x64, w64, g64 = (t.detach().double() for t in (x, layer.weight, g))
-    flat_x, flat_g = x64.reshape(-1, 320), g64.reshape(-1, 130)
-    expected = {"fprop": x64 @ w64.t() + layer.bias.detach().double(), "dgrad": g64 @ w64, "wgrad": flat_g.t() @ flat_x}
-    for name, value in {"fprop": y, "dgrad": x.grad, "wgrad": layer.weight.grad}.items():
-        assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
     # The bias gradient is a plain sum: equal to FP32 up to the dtype's rounding.
     assert torch.equal(layer.bias.grad, g.reshape(-1, 130).float().sum(0).to(dtype))
 

@@ -15,8 +15,9 @@ from jetrl_patch.fp8.grouped import compare_experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from ..dispatched import dispatched
+from ..fp8.layer import run_and_compare
 from ..fp8.mixture import Layer
-from ..fp8.thresholds import SQNR_EXPERTS, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
+from ..fp8.thresholds import SQNR_EXPERTS, SQNR_GEMM, sqnr
 from .optional import not_tried
 
 pytestmark = pytest.mark.gpu
@@ -128,13 +129,4 @@ def test_a_linear_layer_and_its_gradients(device, backend, scale_format):
     layer.fp8 = Fp8State(scale_format, backend.name)
     x = torch.randn(3, 170, 1024, device=device, requires_grad=True)
     g = torch.randn(3, 170, 768, device=device).to(BF16)
-    y = layer(x)
-    y.backward(g)
-    x64, w64, g64 = (t.detach().double() for t in (x, layer.weight, g))
-    expected = {
-        "fprop": x64 @ w64.t() + layer.bias.detach().double(),
-        "dgrad": g64 @ w64,
-        "wgrad": g64.flatten(0, 1).t() @ x64.flatten(0, 1),
-    }
-    for name, value in {"fprop": y, "dgrad": x.grad, "wgrad": layer.weight.grad}.items():
-        assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
+    run_and_compare(layer, x, g, scale_format)

@@ -17,7 +17,8 @@ from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.unchanged import unchanged_weights
 from jetrl_patch.kernels import gemm, gemm_common
 
-from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
+from ..fp8.layer import run_and_compare
+from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_KERNEL_FP32, sqnr
 from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
 
 assert triton.knobs.runtime.interpret
@@ -31,16 +32,7 @@ def test_a_linear_layer_on_this_backend(scale_format):
     layer.fp8 = Fp8State(scale_format, "triton")
     x = torch.randn(3, 7, 320, requires_grad=True)
     g = torch.randn(3, 7, 130).to(torch.bfloat16)
-    y = layer(x)
-    y.backward(g)
-    x64, w64, g64 = (t.detach().double() for t in (x, layer.weight, g))
-    expected = {
-        "fprop": x64 @ w64.t() + layer.bias.detach().double(),
-        "dgrad": g64 @ w64,
-        "wgrad": g64.flatten(0, 1).t() @ x64.flatten(0, 1),
-    }
-    for name, value in {"fprop": y, "dgrad": x.grad, "wgrad": layer.weight.grad}.items():
-        assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
+    run_and_compare(layer, x, g, scale_format)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
