@@ -232,6 +232,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: dense families that differ from Llama, Qwen2 and Qwen3 by their record alone
 ONE_RECORD = ("mistral", "seed_oss", "smollm3", "granite")
+#: text families whose whole runs are those of ``test_family_runs.py`` alone
+NO_OTHER_RUN = (*ONE_RECORD, "olmoe", "qwen2_moe", "mixtral", "glm4_moe")
 
 
 def build(family: str, seed: int = 0, **options: Any) -> Any:

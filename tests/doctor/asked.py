@@ -1,4 +1,4 @@
-"""``jetrl doctor`` as a user asks it, commands to ask about, and installations that lack something."""
+"""``jetrl doctor`` as a user asks it, commands to ask about, machines with GPUs, and installations that lack something."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from jetrl_patch import registry
+from jetrl_patch.adapters import cpu
+from jetrl_patch.backends import capability
 from jetrl_patch.cli.doctor import examine
 from jetrl_patch.cli.main import app
 from jetrl_patch.native import machine as support
@@ -39,6 +41,15 @@ def doctor(*words: str, status: int | None = None) -> dict[str, Any]:
 def named(found: dict[str, Any], name: str) -> dict[str, str]:
     (check,) = [check for check in found["checks"] if check["name"] == name]
     return check  # type: ignore[no-any-return]
+
+
+def eight_gpus(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Pretend that the machine has eight Hopper GPUs of this name, and a CUDA build of vLLM."""
+    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(support, "check_cuda", lambda: (True, name))
+    for module in (support, capability):
+        monkeypatch.setattr(module, "check_hopper", lambda *sm: (True, name))
+    monkeypatch.setattr(support, "count_gpus", lambda: 8)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -9,23 +9,18 @@ import pytest
 import torch
 
 from jetrl_patch.adapters import cpu
-from jetrl_patch.backends import capability
 from jetrl_patch.cli.doctor import checks
 from jetrl_patch.config.modes import ROLLOUT_FORMATS
 from jetrl_patch.native import machine as support
 from jetrl_patch.patching import guards
-from tests.doctor.asked import doctor, named, openrlhf, verl, without
+from tests.doctor.asked import doctor, eight_gpus, named, openrlhf, verl, without
 
 M = "actor_rollout_ref.model"
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(support, "check_cuda", lambda: (True, "Some GPU"))
-    for module in (support, capability):
-        monkeypatch.setattr(module, "check_hopper", lambda *sm: (True, "Some GPU"))
-    monkeypatch.setattr(support, "count_gpus", lambda: 8)
+    eight_gpus(monkeypatch, "Some GPU")
 
 
 @pytest.mark.usefixtures("gpu")

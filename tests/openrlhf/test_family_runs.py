@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import NO_OTHER_RUN
 from tests.openrlhf.run_openrlhf import Run, make_task
 from tests.openrlhf.test_e2e import TIMEOUT, UNIFIED, finish
-
-FAMILIES = ["mistral", "seed_oss", "smollm3", "granite", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"]
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NO_OTHER_RUN)
 def test_a_family_is_exact(tmp_path: Path, family: str) -> None:
     for step in finish(Run(make_task(tmp_path, family), environ=UNIFIED, steps=3), 3):
         assert (step["jetrl/bit_equal_fraction"], step["jetrl/logp_abs_diff_max"]) == (1.0, 0.0)
