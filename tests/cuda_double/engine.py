@@ -62,7 +62,7 @@ def build(root: str, family: str, engine: dict[str, Any]) -> Any:
     save_file({name: t.contiguous() for name, t in stored.items()}, f"{root}/model.safetensors", {"format": "pt"})
     settings = {
         "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 64,
-        "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True, "enable_sleep_mode": True,
     }  # fmt: skip
     return LLM(model=root, **(settings | engine))
 
@@ -133,8 +133,11 @@ def run(family: str, plugin: dict[str, Any], engine: dict[str, Any]) -> dict[str
             samples = generate(llm, list(PROMPTS), LENGTH, 0.7)
             need(all(len(sample.response) == LENGTH for sample in samples), "responses", samples)
             steps.append({"launches": dict(launches), "replays": graphs.Graph.replays})
-            if turn < syncs:
+            if turn < syncs:  # verl's order on GPUs that trainer and engine share
+                llm.sleep(level=2)
+                llm.wake_up(tags=["weights"])
                 found["synced"] = sync(worker, model, source)
+                llm.wake_up(tags=["kv_cache"])
         need(addresses(worker) == before, "a weight sync moved parameters")
     return found | {"steps": steps}
 

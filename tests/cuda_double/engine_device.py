@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from jetrl_patch.backends import capability, row_equality
 from jetrl_patch.exact import trial
-from tests.cuda_double import device, graphs
+from tests.cuda_double import device, graphs, sleep
 from tests.cuda_double.checks import Unsupported
 from tests.cuda_double.device import address
 
@@ -25,7 +25,9 @@ def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any)
     sizes = grid(bound.arguments) if callable(grid) else grid
     device.launch(self, *args, grid=sizes, warmup=warmup, **named)
     values = (getattr(value, "base", value) for value in bound.arguments.values())
-    graphs.used([value for value in values if isinstance(value, Tensor)])
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    sleep.used(tensors)
+    graphs.used(tensors)
 
 
 def tried(call: Callable[[], str]) -> row_equality.Verdict:
@@ -38,6 +40,7 @@ def tried(call: Callable[[], str]) -> row_equality.Verdict:
 
 def install_engine() -> None:
     """Put the doubles in place. Those of the wheel are there (``h100_double``)."""
+    sleep.install()
     torch.Generator = device.Generator  # type: ignore[misc, assignment]
     torch.tensor = device.without_constant(torch.tensor)
     JITFunction.run = launch

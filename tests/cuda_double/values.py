@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.cuda_double import graphs, libraries
+from tests.cuda_double import graphs, libraries, sleep
 from tests.cuda_double.checks import need
 
 aten = torch.ops.aten
@@ -29,6 +29,12 @@ def composite(func: Any) -> bool:
     return func.namespace != "prim" and func._can_decompose()
 
 
+def written(func: Any, args: Any) -> list[Tensor]:
+    """The arguments that an operator writes in place."""
+    declared = (argument.alias_info for argument in func._schema.arguments)
+    return [arg for arg, alias in zip(args, declared) if alias is not None and alias.is_write and isinstance(arg, FakeTensor)]
+
+
 class OnDevice(TorchDispatchMode):
     """Separates what runs on the host, with values, from what runs on the device, without."""
 
@@ -39,6 +45,7 @@ class OnDevice(TorchDispatchMode):
         there = [t for t in tensors if isinstance(t, FakeTensor)]
         asked = kwargs.get("device") or next((arg for arg in args if isinstance(arg, torch.device)), None)
         if func.namespace in libraries.NAMESPACES:
+            sleep.used(there)
             return self.used(there, libraries.call(func, args, kwargs))
         if not there and (asked is None or torch.device(asked).type != "cuda"):
             with unset_fake_temporarily():
@@ -49,6 +56,8 @@ class OnDevice(TorchDispatchMode):
         if composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if not func.is_view and func.namespace != "prim":
+            sleep.used(there, written(func, args))
         if func in (aten._local_scalar_dense.default, aten.equal.default):
             return self.read(func, args)
         if func is aten.is_pinned.default:
@@ -95,6 +104,7 @@ class OnDevice(TorchDispatchMode):
     @staticmethod
     def used(read: list[Tensor], out: Any) -> Any:
         graphs.used(read, [t for t in tree_leaves(out) if isinstance(t, FakeTensor)])
+        sleep.made(out)
         return out
 
     @staticmethod
