@@ -227,7 +227,7 @@ RULES: tuple[Rule, ...] = (
     Rule("ds.deepcompile", is_set, "uncompiled layers", _REMOVE, "quantized"),
     Rule("ds.ring_attn_size", more_than_one, "whole sequences on each rank", "set it to 1", "exact"),
     Rule("ds.use_liger_kernel", is_set, _LIGER, _REMOVE, "exact", ConflictError),
-    Rule("rollout.top_p", other_than(1, 1.0), "1, the only value that the trainer reproduces", "set it to 1", "exact"),
+    Rule("rollout.top_p", other_than(1), "1, the only value that the trainer reproduces", "set it to 1", "exact"),
     *temperature("rollout.temperature"),
 )
 

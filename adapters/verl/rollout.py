@@ -111,7 +111,6 @@ _RULES: tuple[Rule, ...] = (
     _rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), "fsdp or fsdp2", "fsdp2"),
     _rule(f"{ACTOR}.calculate_sum_pi_squared", is_set, _NO_SUM, "false"),
     _rule(f"{ACTOR}.fsdp_config.router_replay.mode", other_than("disabled"), "no routes recorded by the pass", "disabled"),
-    _rule(f"{ACTOR}.megatron.router_replay.mode", other_than("disabled"), "no routes recorded by the pass", "disabled"),
     _rule("distillation.enabled", is_set, _COMPARED, "false"),
     _rule("trainer.v1.trainer_mode", other_than("sync"), _ONE_VERSION, "sync"),
     _rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), _REPORTED, "naive"),

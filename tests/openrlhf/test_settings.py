@@ -64,6 +64,7 @@ def test_defaults_pass_in_every_mode():
         ({"ds__lora__rank": 8}, EXACT.replace(invariant_scale=4.0), ConfigError, "invariant_scale with OpenRLHF's --ds.lora"),
         ({"ds__tensor_parallel_size": 2}, LINEAR, ConfigError, "--ds.tensor_parallel_size"),
         ({"ds__param_dtype": "fp16"}, LINEAR, ConfigError, "--ds.param_dtype"),
+        ({"ds__deepcompile": True}, LINEAR, ConfigError, "--ds.deepcompile"),
         ({"ds__ring_attn_size": 2}, EXACT, ConfigError, "--ds.ring_attn_size"),
         ({"ds__use_liger_kernel": True}, EXACT, ConflictError, "--ds.use_liger_kernel"),
         ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
@@ -78,14 +79,14 @@ def test_what_cannot_stand_beside_ours_is_refused_by_name(changes, config, error
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ds__lora__dropout": 0.1}, {"ds__load_in_4bit": True}, {"rollout__top_p": 0.9}, {"ds__ring_attn_size": 2}]
+    "changes", [{"ds__deepcompile": True}, {"ds__load_in_4bit": True}, {"rollout__top_p": 0.9}, {"ds__ring_attn_size": 2}]
 )
 def test_bf16_measures_and_refuses_nothing_of_the_kind(changes):
     settings.check(arguments(**changes), BF16)
 
 
 def test_exact_refusals_are_not_those_of_linear():
-    settings.check(arguments(rollout__top_p=0.9, ds__ring_attn_size=2), LINEAR)
+    settings.check(arguments(rollout__top_p=0.9, rollout__temperature=0.009, ds__ring_attn_size=2), LINEAR)
 
 
 @pytest.mark.parametrize("config", [EXACT, LINEAR, Config(precision="fp8-rollout"), Config(precision="int8-rollout")])

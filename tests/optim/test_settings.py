@@ -60,6 +60,7 @@ def test_what_verl_cannot_do_is_refused(base, override, error, says):  # noqa: F
     ("changes", "says"),
     [
         ({"actor__optim": "muon"}, "--actor.optim"),
+        ({"critic__optim": "muon"}, "--critic.optim"),
         ({"ds__adam_offload": True}, "--ds.adam_offload"),
         ({"ds__use_universal_ckpt": True}, "--ds.use_universal_ckpt"),
         ({"ds__zero_stage": 0}, "--ds.zero_stage .*required 1, 2 or 3"),

@@ -20,6 +20,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FP16 = Config(precision="fp16")
 BF16 = Config(precision="bf16")
 LINEAR_HEAD = Config(align="linear", head_dtype="float32")
+BF16_HEAD = Config(precision="bf16", head_dtype="float32")
 KV = Config(precision="bf16", kv_cache="fp8")
 
 
@@ -47,6 +48,7 @@ def test_verl_is_set_to_fp16_on_both_sides(base):  # noqa: F811
         ("actor_rollout_ref.model.lora_rank=8", FP16, ConfigError, "verl merges adapters in BF16"),
         (f"{A}.strategy=megatron", FP16, ConfigError, "fsdp or fsdp2"),
         (f"{A}.fsdp_config.model_dtype=bf16", FP16, ConfigError, "casts FP32 parameters"),
+        (f"{A}.strategy=megatron", BF16_HEAD, ConfigError, "fsdp or fsdp2"),
         ("actor_rollout_ref.model.use_fused_kernels=True", LINEAR_HEAD, ConfigError, "which fused kernels bypass"),
         (f"+{R}.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2", KV, ConflictError, "kv_cache='fp8'"),
     ],
@@ -71,6 +73,7 @@ def test_openrlhf_is_set_to_fp16():
         ({"ds__load_in_4bit": True}, FP16, "weights in FP16"),
         ({"ds__ring_attn_size": 2}, FP16, "whole sequences on each rank"),
         ({"ds__use_liger_kernel": True}, LINEAR_HEAD, "logits from lm_head's forward"),
+        ({"ds__tensor_parallel_size": 2}, BF16_HEAD, "a whole lm_head on each rank"),
     ],
 )
 def test_openrlhf_arguments_that_are_refused(changes, config, says):

@@ -167,14 +167,16 @@ CONTRADICTIONS = [
     (f"+{LAYERS}.first_last_layers_bf16=true", ConfigError, "first_last_layers_bf16"),
     (f"+{LAYERS}.transformer_impl=local", ConfigError, "transformer_impl"),
     (f"+{LAYERS}.fp8_dot_product_attention=true", ConfigError, "fp8_dot_product_attention"),
+    (f"+{LAYERS}.fp8_multi_head_attention=true", ConfigError, "fp8_multi_head_attention"),
+    (f"+{LAYERS}.fp4=e2m1", ConflictError, "fp4"),
     (f"{M}.dtype=float16", ConfigError, "megatron.dtype"),
     (f"{M}.expert_model_parallel_size=2", ConfigError, "expert_model_parallel_size"),
     (f"{M}.expert_tensor_parallel_size=2", ConfigError, "expert_tensor_parallel_size"),
     (f"{M}.use_mbridge=false", ConfigError, "use_mbridge"),
     (f"{M}.vanilla_mbridge=true", ConfigError, "vanilla_mbridge"),
     (f"{M}.dynamic_context_parallel=true", ConfigError, "dynamic_context_parallel"),
-    (f"{M}.qat.enable=true", ConflictError, "qat.enable"),
-    ("actor_rollout_ref.model.mtp.enable=true", ConfigError, "mtp.enable"),
+    (f"{M}.qat.enable=true actor_rollout_ref.rollout.qat=null", ConflictError, "megatron.qat.enable"),
+    ("actor_rollout_ref.model.mtp.enable=true actor_rollout_ref.rollout.mtp=null", ConfigError, "model.mtp.enable"),
     ("actor_rollout_ref.model.lora.rank=8", ConflictError, "lora.rank"),
     ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", ConfigError, "checkpoint_engine.backend"),
     ("actor_rollout_ref.ref.strategy=fsdp2", ConfigError, "one engine for actor and reference"),
@@ -183,9 +185,9 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("override", "kind", "match"), CONTRADICTIONS)
 def test_a_contradiction_is_one_error_that_names_it(plain, installed, override, kind, match):
-    path, _, value = override.lstrip("+").partition("=")
     verl_config = copy.deepcopy(plain)
-    OmegaConf.update(verl_config, path, yaml.safe_load(value), force_add=True)
+    for path, _, value in (part.lstrip("+").partition("=") for part in override.split()):
+        OmegaConf.update(verl_config, path, yaml.safe_load(value), force_add=True)
     with pytest.raises(kind, match=rf"{match}.*found .*[.] [A-Z]"):
         settings.check(verl_config, LINEAR)
 

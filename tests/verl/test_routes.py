@@ -161,6 +161,8 @@ def test_the_driver_asks_the_rollout_for_its_routes(base, precision, asked):
 
 REFUSED = [
     ("actor_rollout_ref.model.lora_rank=8", "lora_rank"),
+    ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
+    ("actor_rollout_ref.model.lora_adapter_path=own", "lora_adapter_path"),
     ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy"),
     ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.model.use_remove_padding=True", "ulysses"),
     ("+actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3", "router_replay"),

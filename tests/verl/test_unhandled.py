@@ -26,7 +26,8 @@ A, F, R, M = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"
 V = f"{R}.engine_kwargs.vllm"
 EXACT, LINEAR = Config(precision="fp8-unified"), Config(precision="fp8-unified", align="linear")
 ROLLOUT, BF16, FP16 = Config(precision="fp8-rollout"), Config(precision="bf16"), Config(precision="fp16")
-EVERY = [EXACT, LINEAR, ROLLOUT, BF16, FP16]
+QUANTIZED = [EXACT, LINEAR, ROLLOUT]
+EVERY = [*QUANTIZED, BF16, FP16]
 
 Compose = Callable[..., Any]
 
@@ -50,7 +51,7 @@ def found(verl_config: Any, config: Config) -> list[str]:
     return [str(problem) for problem in settings.problems(verl_config, config)]
 
 
-#: override, part of the message, the modes that refuse it
+#: overrides, part of the message, the modes that refuse it
 REFUSED: list[tuple[str, str, list[Config]]] = [
     ("trainer.device=npu", "required cuda or cpu", EVERY),
     ("global_profiler.tool=npu", "required a profiler of CUDA", EVERY),
@@ -58,38 +59,58 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     ("skip.rollout_tq.enable=True", "samples of this run", EVERY),
     ("skip.async_rollout.enable=True", "samples of this run", EVERY),
     ("trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "a rollout that stays on its own devices", EVERY),
-    ("+trainer.v1.separate_async.invented_tomorrow=1", "invented_tomorrow", [EXACT, LINEAR, ROLLOUT]),
-    ("+trainer.v1.colocate_async.invented.tomorrow=1", "invented.tomorrow", [EXACT, LINEAR, ROLLOUT]),
+    ("+trainer.v1.separate_async.invented_tomorrow=1", "invented_tomorrow", QUANTIZED),
+    ("+trainer.v1.colocate_async.invented.tomorrow=1", "invented.tomorrow", QUANTIZED),
     (f"{R}.agent.custom_async_server.path=server.py", "verl's own vLLM server", EVERY),
-    (f"{R}.full_determinism=True", "batch-invariant", [EXACT, LINEAR, ROLLOUT]),
-    (f"{R}.enable_rollout_routing_replay=True", "its FSDP engine ignores them", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{A}.fsdp_config.router_replay.mode=R3", "its FSDP engine ignores them", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{A}.megatron.router_replay.mode=R2", "does not support a mixture of experts with Megatron", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{F}.fsdp_config.mixed_precision.param_dtype=fp32", "required bf16", [EXACT, LINEAR, ROLLOUT]),
-    (f"{M}.hf_config_path=/elsewhere", "where vLLM reads its configuration", [EXACT, LINEAR, ROLLOUT]),
+    (f"{R}.full_determinism=True", "batch-invariant", QUANTIZED),
+    (f"{R}.enable_rollout_routing_replay=True", "its FSDP engine ignores them", QUANTIZED),
+    (f"+{A}.fsdp_config.router_replay.mode=R3", "its FSDP engine ignores them", QUANTIZED),
+    (f"+{A}.megatron.router_replay.mode=R2", "does not support a mixture of experts with Megatron", QUANTIZED),
+    (f"+{F}.fsdp_config.mixed_precision.param_dtype=fp32", "required bf16", QUANTIZED),
+    (f"{M}.hf_config_path=/elsewhere", "where vLLM reads its configuration", QUANTIZED),
     (f"{M}.tiled_mlp.enabled=True", "exact mode's own MLP", [EXACT]),
-    (f"+{M}.override_config.rope_theta=5000", "override_config.rope_theta", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{M}.override_config.model_config.rope_theta=5000", "override_config.rope_theta", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{M}.override_config.rope_scaling.type=yarn", "override_config.rope_scaling", [EXACT, LINEAR, ROLLOUT]),
+    (f"{A}.strategy=torchtitan {F}.strategy=fsdp2", "actor.strategy", [*QUANTIZED, FP16]),
+    (f"{F}.strategy=torchtitan", "ref.strategy", [*QUANTIZED, FP16]),
+    (f"+{A}.fsdp_config.mixed_precision.param_dtype=fp32", "required bf16", QUANTIZED),
+    (f"{A}.fsdp_config.qat.enable=True ++{R}.qat={{}}", "actor.fsdp_config.qat", [*QUANTIZED, FP16]),
+    (f"++{R}.qat={{enable:true}}", "rollout.qat", [*QUANTIZED, FP16]),
+    (f"{R}.quantization_config_file=own.json", "no quantization but", [*QUANTIZED, FP16]),
+    (f"+{R}.checkpoint_manager_class=own.Manager", "verl's own checkpoint manager", EVERY),
+    (f"{R}.checkpoint_engine.custom_backend_module=own", "send tensors unchanged", QUANTIZED),
+    (f"{R}.checkpoint_engine.backend=nccl", "the others send BF16", [FP16]),
+    (f"{R}.checkpoint_engine.backend=nixl", "checkpoint_engine.backend", [*QUANTIZED, FP16]),
+    (f"{M}.lora.rank=8", "lora.rank", [*QUANTIZED, FP16]),
+    (f"{M}.lora_adapter_path=own", "verl merges adapters in BF16", [FP16]),
+    (f"{R}.disaggregation.enabled=True", "tensor parallelism only", QUANTIZED),
+    (f"{R}.pipeline_model_parallel_size=2", "tensor parallelism only", QUANTIZED),
+    (f"{R}.expert_parallel_size=2", "tensor_model_parallel_size=1", QUANTIZED),
+    (f"{M}.mtp.enable=True", "no speculative decoding", QUANTIZED),
+    (f"+{R}.min_p=0.1", "required 0, the only value", [EXACT]),
+    (f"+{R}.presence_penalty=0.1", "required 0, the only value", [EXACT]),
+    (f"+{R}.frequency_penalty=0.1", "required 0, the only value", [EXACT]),
+    (f"{R}.temperature=2.1", "the highest temperature that vLLM accepts", EVERY),
+    (f"+{M}.override_config.rope_theta=5000", "override_config.rope_theta", QUANTIZED),
+    (f"+{M}.override_config.model_config.rope_theta=5000", "override_config.rope_theta", QUANTIZED),
+    (f"+{M}.override_config.rope_scaling.type=yarn", "override_config.rope_scaling", QUANTIZED),
     (f"+{M}.override_config.attention_dropout=0.1", "override_config.attention_dropout", [EXACT]),
     (f"{A}.fsdp_config.model_dtype=bf16", "required fp32", [LINEAR, ROLLOUT, FP16]),
     (f"+{A}.fsdp_config.mixed_precision.buffer_dtype=bf16", "rotary frequencies", [LINEAR, ROLLOUT]),
     # handed on to vLLM
-    (f"+{V}.hf_overrides.rope_theta=5000", "which the trainer reads too", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.tensor_parallel_size=2", "the framework's own tensor-parallel size", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.kv_cache_dtype=fp8", "kv_cache='fp8'", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.dtype=float32", "engine_kwargs.vllm.dtype", [EXACT, LINEAR, ROLLOUT, FP16]),
-    (f"+{V}.quantization=fp8", "no quantization but", [EXACT, LINEAR, ROLLOUT, FP16]),
-    (f"+{V}.load_format=sharded_state", "load_format", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.model_impl=transformers", "auto or vllm", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.compilation_config.pass_config.enable_sp=True", "which compute nothing", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.data_parallel_size=2", "data_parallel_size", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.enable_expert_parallel=True", "enable_expert_parallel", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.mm_processor_kwargs.max_pixels=1000", "mm_processor_kwargs", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.worker_cls=mine.Worker", "worker_cls", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.weight_transfer_config.backend=nccl", "weight_transfer_config", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.speculative_config.method=ngram", "speculative_config", [EXACT, LINEAR, ROLLOUT]),
-    (f"+{V}.invented_tomorrow=1", "invented_tomorrow", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.hf_overrides.rope_theta=5000", "which the trainer reads too", QUANTIZED),
+    (f"+{V}.tensor_parallel_size=2", "the framework's own tensor-parallel size", QUANTIZED),
+    (f"+{V}.kv_cache_dtype=fp8", "kv_cache='fp8'", QUANTIZED),
+    (f"+{V}.dtype=float32", "engine_kwargs.vllm.dtype", [*QUANTIZED, FP16]),
+    (f"+{V}.quantization=fp8", "no quantization but", [*QUANTIZED, FP16]),
+    (f"+{V}.load_format=sharded_state", "load_format", QUANTIZED),
+    (f"+{V}.model_impl=transformers", "auto or vllm", QUANTIZED),
+    (f"+{V}.compilation_config.pass_config.enable_sp=True", "which compute nothing", QUANTIZED),
+    (f"+{V}.data_parallel_size=2", "data_parallel_size", QUANTIZED),
+    (f"+{V}.enable_expert_parallel=True", "enable_expert_parallel", QUANTIZED),
+    (f"+{V}.mm_processor_kwargs.max_pixels=1000", "mm_processor_kwargs", QUANTIZED),
+    (f"+{V}.worker_cls=mine.Worker", "worker_cls", QUANTIZED),
+    (f"+{V}.weight_transfer_config.backend=nccl", "weight_transfer_config", QUANTIZED),
+    (f"+{V}.speculative_config.method=ngram", "speculative_config", QUANTIZED),
+    (f"+{V}.invented_tomorrow=1", "invented_tomorrow", QUANTIZED),
     (f"+{V}.attention_backend=FLASH_ATTN", "attention_backend", [EXACT]),
     (f"+{V}.block-size=32", "block-size", [EXACT]),
     (f"+{V}.logprobs_mode=raw_logprobs", "required processed_logprobs", [EXACT]),
@@ -101,7 +122,7 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
 def test_a_setting_is_refused_once_in_exactly_these_modes(
     base: Compose, override: str, says: str, refusing: list[Config]
 ) -> None:
-    verl_config = base(override)
+    verl_config = base(*override.split())
     for config in EVERY:
         problems = found(verl_config, config)
         assert len(problems) == (config in refusing), (config.precision, config.align, problems)

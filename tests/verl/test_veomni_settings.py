@@ -77,6 +77,7 @@ REFUSED = [
     (f"{A}.veomni.basic_modules=[Qwen3MLP]", "basic_modules", ConfigError),
     (f"{M}.use_remove_padding=False", "use_remove_padding", ConfigError),
     (f"{M}.lora_rank=8", "lora_rank", ConfigError),
+    (f"{M}.lora_adapter_path=own", "lora_adapter_path", ConfigError),
     (f"{R}.checkpoint_engine.backend=nccl", "checkpoint_engine.backend", ConfigError),
     (f"{R}.enable_rollout_routing_replay=True", "enable_rollout_routing_replay", ConfigError),
     ("trainer.n_gpus_per_node=1", "strategy=veomni: required two ranks", ConfigError),
