@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jetrl_patch.config import Config
-from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 #: reason -> arguments that are accepted in every mode: they affect neither the computation nor the loading of weights
@@ -94,7 +93,6 @@ _VALUES: dict[str, _Value] = {
         "auto or bfloat16",
         "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it",
     ),
-    "quantization": _Value(lambda value, *_: value not in QUANTIZATIONS, "no quantization but jetrl_patch's"),
     "logprobs_mode": _Value(lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs"),
     "load_format": _Value(
         lambda value, *_: value not in ("auto", "dummy", "safetensors", "hf"),

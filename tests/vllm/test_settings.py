@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch import ConfigError, ConflictError, ModelError
+from jetrl_patch import Config, ConfigError, ConflictError, ModelError
+from jetrl_patch.adapters.vllm import engine
 
-from .. import models
+from .. import models, vision_models
 
 
 def build(model: str, **settings: Any) -> Any:
@@ -48,9 +50,13 @@ def test_the_config_travels_pickled(checkpoint: Callable[..., str]) -> None:
     ("settings", "said"),
     [
         ({"quantization": "fp8"}, "quantization"),
+        ({"quantization_config": {"ignore": ["lm_head"]}}, "quantization"),
         ({"enable_lora": True}, "enable_lora"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"limit_mm_per_prompt": {"video": 1}}, "limit_mm_per_prompt for videos"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
     ],
 )
@@ -58,6 +64,20 @@ def test_conflicts_are_named(checkpoint: Callable[..., str], settings: dict[str,
     jetrl_patch.enable(precision="fp8-unified")
     with pytest.raises(ConflictError, match=said):
         build(checkpoint("qwen3"), **settings)
+
+
+@pytest.mark.parametrize("name", ["cudagraph_mm_encoder", "mm_device_do_normalize", "enable_mm_embeds"])
+def test_what_bypasses_the_trainers_tower_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for problems in ("device_problems", "sequence_parallel"):
+        monkeypatch.setattr(engine, problems, lambda *_: [])
+    asked = SimpleNamespace(**{name: True}, cudagraph_mode=None)
+    model = SimpleNamespace(head_dtype=torch.bfloat16, using_transformers_backend=lambda: False, multimodal_config=asked)
+    given: Any = SimpleNamespace(
+        model_config=model, use_v2_model_runner=False, compilation_config=asked, parallel_config=SimpleNamespace()
+    )
+    engine._check_exact(given, models.config_of("qwen3"), Config())  # which has no tower
+    with pytest.raises(ModelError, match=rf"align='exact' does not support .*{name}"):
+        engine._check_exact(given, vision_models.config_of("qwen2_5_vl"), Config())
 
 
 def test_only_lora_conflicts_without_exactness(checkpoint: Callable[..., str]) -> None:
