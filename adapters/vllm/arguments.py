@@ -165,8 +165,7 @@ def kv_cache_problem(exact: bool) -> str:
 
         if "fp8" not in CPUAttentionBackend.supported_kv_cache_dtypes:
             return "vLLM's CPU attention, which has none in this version"
-        able = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
-        return "" if able else "a CPU without AVX-512 and AMX"
+        return "" if torch.cpu._is_avx512_supported() else "a CPU without AVX-512"
     if current_platform.is_cuda():
         return "" if current_platform.has_device_capability(89) else "a GPU below compute capability 8.9"
     return f"the platform {current_platform.device_type!r}, which is untested"
