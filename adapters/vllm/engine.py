@@ -252,11 +252,13 @@ def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
     problems = {
         f"data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1,
         "enable_eplb": parallel.enable_eplb,
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": bool(os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY")),
         f"expert_placement_strategy={placement!r}": placement != "linear",
         f"dense blocks ({', '.join(dense)})": bool(dense),
     }
     if found := ", ".join(_present(problems)):
-        required = "experts in order over tensor- or expert-parallel ranks" + (", in every block" if dense else "")
+        required = "the model's routes, and experts in order over tensor- or expert-parallel ranks"
+        required += ", in every block" if dense else ""
         fix = f"turn it off, use a dense model, or {UNQUANTIZED}"
         raise ModelError(explain("experts in FP8 in vLLM", required=required, found=found, fix=fix))
     tp = parallel.tensor_parallel_size
@@ -277,6 +279,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> Non
     family = check_family(hf_config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
+        "VLLM_MLA_DISABLE": has_latent_attention(hf_config) and not model.use_mla,
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
         "CUDA graphs of the V2 model runner (set enforce_eager=True)": (
             vllm_config.use_v2_model_runner and bool(vllm_config.compilation_config.cudagraph_mode)

@@ -50,8 +50,14 @@ def test_what_the_trainer_does_not_share_is_refused(changes: dict[str, Any], say
     ],
 )
 def test_an_engine_that_shares_or_moves_experts_is_refused(parallel: dict[str, Any], keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelError, match=f"experts in FP8 in vLLM: required experts in order.*found {says}"):
+    with pytest.raises(ModelError, match=f"experts in FP8 in vLLM: required .*experts in order.*found {says}"):
         check_engine(parallel, "qwen3_moe", keys)
+
+
+def test_random_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    with pytest.raises(ModelError, match=r"required the model's routes.*found VLLM_MOE_ROUTING_SIMULATION_STRATEGY"):
+        check_engine({}, "qwen3_moe", {})
 
 
 def check_engine(parallel: dict[str, Any], family: str, keys: dict[str, Any]) -> None:

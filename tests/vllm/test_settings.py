@@ -80,6 +80,14 @@ def test_what_bypasses_the_trainers_tower_is_refused(name: str, monkeypatch: pyt
         engine._check_exact(given, vision_models.config_of("qwen2_5_vl"), Config())
 
 
+def test_latent_attention_that_vllm_expands_is_refused(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    build(checkpoint("deepseek_v3"))
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    with pytest.raises(ModelError, match="align='exact' does not support VLLM_MLA_DISABLE"):
+        build(checkpoint("deepseek_v3"))
+
+
 def test_only_lora_conflicts_without_exactness(checkpoint: Callable[..., str]) -> None:
     jetrl_patch.enable(precision="fp8-rollout")
     build(checkpoint("qwen3"), kv_cache_dtype="fp8")
