@@ -103,7 +103,7 @@ _LATENT = (
     _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM treats every other type as YaRN"),
     _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
     _always("rope_parameters.truncate", (True,), _NO_SUCH_NUMBER),
-    _always("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales"),
+    *(Setting(f"rope_parameters.{key}", (), "both sides scale by it") for key in ("mscale", "mscale_all_dim")),
     _always("index_topk", (None,), "the trainer's attention is not sparse"),
     _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
 )

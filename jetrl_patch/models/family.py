@@ -59,10 +59,10 @@ class Setting:
 
 WINDOW = "the shared attention sees the whole context"
 ONLY_VLLM, REMOVE = "only vLLM reads it", "remove it from config.json"
-#: numbers of a rotary embedding: transformers ignores all but the last, which not every release of vLLM reads
+#: numbers of a rotary embedding: transformers ignores all but the last three, which not every release of vLLM reads
 _ROPE = (
     "use_fope", "rope_dim", "alpha", "max_trained_positions", "short_mscale", "long_mscale", "extrapolation_factor",
-    "attn_factor", "attention_factor",
+    "attn_factor", "mscale", "mscale_all_dim", "attention_factor",
 )  # fmt: skip
 #: for every family, unless its record has others
 SETTINGS = (
@@ -73,6 +73,7 @@ SETTINGS = (
     Setting("is_causal", (True,), ONLY_VLLM, REMOVE, everywhere=True),
     Setting("rope_parameters.mrope_section", (None,), ONLY_VLLM, REMOVE, everywhere=True),
     Setting("rope_parameters.full_attention", (None,), "all layers share one table of rotary angles", everywhere=True),
+    Setting("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales", everywhere=True),
     *(Setting(f"rope_parameters.{key}", (None, False), "one side ignores it", REMOVE, everywhere=True) for key in _ROPE),
     Setting("dual_chunk_attention_config", (None,), WINDOW),
     Setting("rope_parameters.partial_rotary_factor", (1.0,), "the trainer always rotates whole heads", everywhere=True),

@@ -120,7 +120,7 @@ def test_a_setting_that_one_side_ignores_is_refused(tmp_path: Path, config: Conf
         check_checkpoint(tmp_path, config, 1)
 
 
-@pytest.mark.parametrize("key", ["mrope_section", "full_attention", "rope_dim", "attn_factor", "attention_factor"])
+@pytest.mark.parametrize("key", ["mrope_section", "full_attention", "rope_dim", "attn_factor", "mscale", "attention_factor"])
 def test_a_rotary_embedding_that_one_side_ignores_is_refused(key: str) -> None:
     config = config_of("mistral")
     check_structure(config, LINEAR)
