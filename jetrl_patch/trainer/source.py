@@ -74,6 +74,7 @@ class Source:
         buffers: the buffers stored in checkpoints, as module and attribute. A sync sends them in FP32, even if the framework
             yields only parameters.
         adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or if the rollout serves the adapters.
+        device_type: where the model computes.
     """
 
     layers: list[str]
@@ -87,6 +88,7 @@ class Source:
     base: Sent | None = None
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
     adapters: Mapping[str, float] | None = None
+    device_type: str = "cpu"
 
     def begin_sync(
         self, weights: Callable[[], Iterable[NamedTensor]], followers: Iterable[Source] = (), quantizes: bool = True
@@ -147,7 +149,9 @@ class Source:
         """Yield the messages of one sync over full weights (``quantized_stream``). Experts are sent one by one."""
         weights = self._apart(weights)
         if self.buffers:
-            own = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
+            # verl offloads FSDP2's buffers and does not wait: on the device, this copy comes after that one
+            stored = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
+            own = ((name, buffer.to(self.device_type, non_blocking=True)) for name, buffer in stored)
             weights = chain((item for item in weights if item[0] not in self.buffers), own)
         return quantized_stream(
             weights if self.monitor is None else self.monitor.watching(weights),
@@ -223,6 +227,7 @@ def convert(
         smoother=smoother,
         base=Sent() if config.sync == "delta" else None,
         buffers=buffers,
+        device_type=device_type,
     )
 
 

@@ -175,6 +175,8 @@ def synced() -> None:
         _sync(model, sender)  # sync 0 sets the hooks
         backward(model)
         launches.clear()
+        for module, leaf in sender.buffers.values():  # as verl offloads FSDP2's, in a copy that may not have ended
+            setattr(module, leaf, getattr(module, leaf).to("cpu", non_blocking=True))
         _sync(model, sender)
 
 
