@@ -223,6 +223,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "tp4": (
         "qwen3",
         {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2},

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import De
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, apply_interleaved_rope
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from jetrl_patch import session
@@ -183,6 +184,10 @@ class ExactLinearScalingRotaryEmbedding(ExactRotaryEmbedding, LinearScalingRotar
     """Replaces vLLM's separate class for linearly scaled positions."""
 
 
+class ExactYaRNScalingRotaryEmbedding(ExactRotaryEmbedding, YaRNScalingRotaryEmbedding):
+    """Replaces vLLM's separate class for YaRN."""
+
+
 class ExactDeepseekScalingRotaryEmbedding(ExactRotaryEmbedding, DeepseekScalingRotaryEmbedding):
     """Replaces vLLM's separate class for the YaRN of latent attention."""
 
@@ -200,6 +205,7 @@ OPS: dict[str, type] = {
     "MRotaryEmbedding": ExactMRotaryEmbedding,
     "Llama3RotaryEmbedding": ExactLlama3RotaryEmbedding,
     "LinearScalingRotaryEmbedding": ExactLinearScalingRotaryEmbedding,
+    "YaRNScalingRotaryEmbedding": ExactYaRNScalingRotaryEmbedding,
     "DeepseekScalingRotaryEmbedding": ExactDeepseekScalingRotaryEmbedding,
 }
 

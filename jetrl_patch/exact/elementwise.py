@@ -210,7 +210,9 @@ def _yarn_frequencies(rope: dict[str, Any], dim: int) -> Tensor:
         dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(base))
         for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
     )
-    low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     powers = base ** (torch.arange(0, dim, 2, device="cpu").float() / dim)
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     unchanged = 1 - ramp.clamp(0, 1)

@@ -188,7 +188,7 @@ def unswap(module: nn.Module) -> None:
 
 # ---- Check whether exact mode covers a model, from the record of its family ----------------------
 
-_ROPE_TYPES = ("default", "llama3", "linear")
+_ROPE_TYPES = ("default", "llama3", "linear", "yarn")
 _WAY_OUT = 'use align="linear" (shared FP8 linears, a small mismatch), or precision="bf16"'
 
 
@@ -207,9 +207,8 @@ def check_family(hf_config: Any) -> Family:
     broken = [setting for setting in family.settings if setting.problem(text)]
     problems = [setting.problem(text) for setting in broken]
     rope = rope_parameters(text)
-    rope_types = (*_ROPE_TYPES, "yarn") if family.absorbed else _ROPE_TYPES  # vLLM has another YaRN for other families
-    if rope["rope_type"] not in rope_types:
-        problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(rope_types)})")
+    if rope["rope_type"] not in _ROPE_TYPES:
+        problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(_ROPE_TYPES)})")
     if problems:
         fix = " or ".join([*dict.fromkeys(f"{setting.fix}," for setting in broken if setting.fix), _WAY_OUT])
         raise ModelError(

@@ -96,8 +96,8 @@ def test_exact_mode_is_accepted_and_int8_is_refused() -> None:
     check_family(config_of(FAMILY))
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
     check_family(config_of(FAMILY, rope_parameters=yarn))
-    with pytest.raises(ModelError, match=r"rope type 'yarn' \(expected one of default, llama3, linear\)"):
-        check_family(config_of("qwen3", rope_parameters=yarn))
+    with pytest.raises(ModelError, match=r"rope type 'dynamic' \(expected one of default, llama3, linear, yarn\)"):
+        check_family(config_of("qwen3", rope_parameters={**yarn, "rope_type": "dynamic"}))
     with pytest.raises(ModelError, match="does not quantize experts"):
         check_structure(config_of(FAMILY), int8)
 
