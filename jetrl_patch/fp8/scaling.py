@@ -214,8 +214,6 @@ def factors(norm_K: Tensor, weights: Sequence[Tensor], seen_K: Tensor | None, al
     x = (norm_K.abs() if seen_K is None else seen_K.to(norm_K.device)).float()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
     usable = (x > 0) & (w > 0) & torch.isfinite(x) & torch.isfinite(w)
-    if not bool(usable.any()):
-        return torch.ones_like(x)
     log = alpha * x.double().log2() - (1 - alpha) * w.double().log2()
     log = (log - log[usable].mean()).round().clamp(-_MOST, _MOST)
     return torch.where(usable, log, torch.zeros_like(log)).exp2().float()

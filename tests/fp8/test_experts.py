@@ -117,6 +117,13 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero():
         assert (grad[[1, 2, 4]] == 0).all() and grad[0].abs().sum() > 0 and grad[3].abs().sum() > 0
 
 
+def test_gradients_where_the_tokens_need_none():
+    layer, found = Layer(20), []
+    for layer.x in (layer.x, layer.x.detach()):
+        found.append(torch.autograd.grad(layer.run(), (layer.gate_up, layer.down), torch.ones(20, 320, dtype=BF16)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_no_token_at_all():
     layer = Layer(0)
     y = layer.run()

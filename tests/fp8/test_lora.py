@@ -85,6 +85,7 @@ def test_the_merged_weight_is_the_formula(shape, dtype):
     n, k, r = shape
     w, a, b = torch.randn(n, k, dtype=dtype), torch.randn(r, k, dtype=dtype), torch.randn(n, r, dtype=dtype)
     expected = by_hand(w, a, b, 0.3)
+    assert not merged_weight(w, a.requires_grad_(), b, 0.3).requires_grad
     for threads in (1, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
