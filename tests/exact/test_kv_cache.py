@@ -72,7 +72,7 @@ def test_value_and_gradients_with_the_quantizer() -> None:
 def test_the_memory_of_a_block(size: int) -> None:
     """Rows of bytes are aligned to 16, nothing overlaps, and every byte has a use."""
     kv_heads, width = 2, 64
-    cache = torch.zeros(3, size * kv_heads * (2 * width + 8), dtype=torch.uint8)
+    cache = torch.zeros(3, size, kv_heads * (2 * width + 8), dtype=torch.uint8)
     pages = kv_cache.Pages.of(cache, kv_heads, width)
     for number, (view, fill) in enumerate(zip(pages, (1, 2, 3.0, 4.0), strict=True)):
         assert not view.bool().any(), number

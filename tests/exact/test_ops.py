@@ -143,8 +143,10 @@ def test_prefill_chunks_and_decode_equal_training(heads, kv_heads, width):
         fresh = torch.tensor([int(torch.randint(0, int(n) + 1, (1,), generator=generator)) for n in seen])
         rows = torch.cat([torch.arange(int(cu[r] + seen[r] - fresh[r]), int(cu[r] + seen[r])) for r in range(len(lengths))])
         start = lengths_to_cu(fresh.tolist())
-        out = ops.attention_paged(q[rows], k_cache, v_cache, table, seen.int(), start, width**-0.5)
-        assert torch.equal(out, trained[rows])
+        step = (q[rows], k_cache, v_cache, table, seen.int(), start, width**-0.5)
+        assert torch.equal(ops.attention_paged(*step), trained[rows])
+        out = torch.full_like(q[rows], float("nan"))  # as an engine passes it
+        assert ops.attention_paged(*step, out=out) is out and torch.equal(out, trained[rows])
     for r in range(len(lengths)):  # alone in the batch
         part = slice(int(cu[r]), int(cu[r + 1]))
         alone = ops.attention_varlen(q[part], k[part], v[part], lengths_to_cu([lengths[r]]), width**-0.5)

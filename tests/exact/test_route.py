@@ -173,7 +173,13 @@ def test_a_nan_shows_by_a_sigmoid_too():
         assert ((ids >= 0) & (ids < 8)).all() and (ids[:, 0] < ids[:, 1]).all()
 
 
-@pytest.mark.parametrize(("k", "groups", "kept"), [(3, 3, 1), (2, 8, 2), (3, 4, 1), (2, 4, 0), (2, 4, 5)])
+@pytest.mark.parametrize(("k", "groups", "kept"), [(2, 3, 1), (2, 0, 0), (2, 8, 2), (3, 4, 1), (2, 4, 0), (2, 4, 5)])
 def test_groups_that_do_not_fit(k, groups, kept):
     with pytest.raises(ModelError, match=f"found {kept} of {groups} groups"):
         ops.route(logits_of(2, 8).float(), k, True, rule(8, groups, kept))
+
+
+def test_a_bias_that_was_rounded_is_refused():
+    fine = rule(8, 2, 1)
+    with pytest.raises(ModelError, match=r"correction bias of a router: required torch.float32.* found torch.bfloat16"):
+        ops.route(logits_of(2, 8).float(), 2, True, fine._replace(bias=fine.bias.bfloat16()))
