@@ -16,7 +16,7 @@ from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from tests.openrlhf.test_settings import arguments
 from tests.verl.conftest import base  # noqa: F401
 
-A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+A, F, R = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 FP16 = Config(precision="fp16")
 BF16 = Config(precision="bf16")
 LINEAR_HEAD = Config(align="linear", head_dtype="float32")
@@ -43,6 +43,8 @@ def test_verl_is_set_to_fp16_on_both_sides(base):  # noqa: F811
     [
         (f"{R}.dtype=float16", BF16, ConfigError, "required BF16 on both sides"),
         (f"+{A}.fsdp_config.mixed_precision={{param_dtype: fp16}}", BF16, ConfigError, "required BF16 .*param_dtype=fp16"),
+        (f"+{F}.fsdp_config.mixed_precision={{param_dtype: fp16}}", BF16, ConfigError, "required BF16 .*ref.*param_dtype=fp16"),
+        (f"+{A}.megatron.dtype=float16", BF16, ConfigError, "required BF16 .*megatron.dtype=float16"),
         (f"+{R}.engine_kwargs.vllm.dtype=half", BF16, ConfigError, "required BF16 on both sides"),
         (f"+{R}.engine_kwargs.vllm.dtype=bfloat16", FP16, ConflictError, "engine_kwargs.vllm.dtype.* Remove it"),
         ("actor_rollout_ref.model.lora_rank=8", FP16, ConfigError, "verl merges adapters in BF16"),
