@@ -88,6 +88,12 @@ def test_latent_attention_that_vllm_expands_is_refused(checkpoint: Callable[...,
         build(checkpoint("deepseek_v3"))
 
 
+def test_a_backend_that_the_device_lacks_is_refused_before_a_worker_starts(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", backend="deep_gemm")
+    with pytest.raises(ConfigError, match="backend='deep_gemm'"):
+        build(checkpoint("qwen3"))
+
+
 def test_only_lora_conflicts_without_exactness(checkpoint: Callable[..., str]) -> None:
     jetrl_patch.enable(precision="fp8-rollout")
     build(checkpoint("qwen3"), kv_cache_dtype="fp8")
