@@ -72,12 +72,16 @@ def test_what_is_not_handled_is_one_error(base, model, config, extra, says):
 
 
 @pytest.mark.parametrize("films", [[], [{"video": "a.mp4", "fps": 1}]])
-def test_exact_mode_refuses_data_with_videos(base, model, tmp_path, films):
-    import pandas
+@pytest.mark.parametrize("typed", [False, True])
+def test_exact_mode_refuses_data_with_videos(base, model, tmp_path, films, typed):
+    import pyarrow
+    import pyarrow.parquet as parquet
 
+    video = pyarrow.struct({"video": pyarrow.string(), "fps": pyarrow.int64()})
+    schema = pyarrow.schema({"prompt": pyarrow.string(), "videos": pyarrow.list_(video)}) if typed else None
     file = tmp_path / "train.parquet"
     rows = [{"prompt": "1+2=", "videos": []}, {"prompt": "<video>what?", "videos": films}]
-    pandas.DataFrame(rows).to_parquet(file)
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), file)
     given = base(f"{M}.path={model}", f"data.train_files=[{file}]")
     assert [str(problem) for problem in settings.problems(given, LINEAR)] == []
     says = f"data.train_files={file}: required images and text in exact mode (videos have not been tried), found videos in"
