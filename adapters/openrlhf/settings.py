@@ -198,7 +198,6 @@ def lora_problems(select: Callable[[str], Any], config: Config) -> Iterator[Jetr
         fix = "set it to 0, or use a quantized rollout"
         yield ConflictError(explain(f"{argument(_RANK)} with precision={config.precision!r}", required=required,
                                     found=repr(select(_RANK)), fix=fix))  # fmt: skip
-        return
     yield from broken(LORA_RULES, select, config, argument)
     yield from adapter_problems(config, argument(_RANK))
 
@@ -368,6 +367,4 @@ def argument(path: str) -> str:
 def _get(args: Any, path: str) -> Any:
     for part in path.split("."):
         args = getattr(args, part, None)
-        if args is None:
-            return None
     return args

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from jetrl_patch import session
 from jetrl_patch._versions import EXTRAS
 from jetrl_patch.adapters.openrlhf import settings as openrlhf
 from jetrl_patch.adapters.verl import settings as verl
@@ -22,7 +24,6 @@ def test_verl_imports_the_class_that_its_own_setting_names(base, states, name): 
     from verl.workers.config import FSDPOptimizerConfig
     from verl.workers.config.optimizer import build_optimizer
 
-    torch = pytest.importorskip("torch")
     verl_config, config = base(), Config(precision="bf16", optimizer_states=states)
     verl.prepare(verl_config, config)
     for section in (verl_config.actor_rollout_ref.actor, verl_config.critic):
@@ -71,6 +72,23 @@ def test_what_deepspeed_cannot_do_is_refused(changes, says):
         openrlhf.check(arguments(**changes), STATES)
     openrlhf.check(arguments(**changes), Config(precision="bf16"))
     openrlhf.check(arguments(actor__optim="adam", ds__zero_stage=3), STATES)
+
+
+def test_deepspeed_gets_an_optimizer_for_the_name_of_one(monkeypatch):
+    active = STATES
+    monkeypatch.setattr(session, "active_config", lambda: active)
+    initialize = openrlhf.initialize(lambda model=None, optimizer=None, config=None: (optimizer, config))
+    options = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.1}
+    adamw = {"type": "AdamW", "params": {**options, "torch_adam": True}}
+    make, config = initialize(config={"optimizer": adamw, "steps": 1})
+    assert config == {"steps": 1, "zero_allow_untested_optimizer": True}
+    made = make([torch.nn.Parameter(torch.ones(8))])
+    assert type(made).__name__ == "AdamW8bit" and {name: made.defaults[name] for name in options} == options
+    for others in ({"steps": 1}, {"optimizer": {**adamw, "type": "Muon"}}):
+        assert initialize(config=others) == (None, others)
+    assert initialize(optimizer=made, config={"optimizer": adamw}) == (made, {"optimizer": adamw})
+    active = Config()
+    assert initialize(config={"optimizer": adamw}) == (None, {"optimizer": adamw})
 
 
 def test_without_torchao_there_is_one_clear_error(base, monkeypatch):  # noqa: F811

@@ -1,15 +1,16 @@
-"""OpenRLHF's optimizer steps under DeepSpeed's loss scaler: the counted steps, and the error at the smallest scale."""
+"""OpenRLHF in FP16: steps under DeepSpeed's loss scaler, the error at the smallest scale, and weights that do not fit."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import jetrl_patch
 from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.state import WORKER, reset
-from jetrl_patch.errors import PrecisionError
+from jetrl_patch.errors import ModelError, PrecisionError, SyncError
 
 
 @pytest.fixture
@@ -82,3 +83,24 @@ def test_an_unpatched_process_is_left_alone():
     engine = Engine()
     step(engine, False)
     assert (engine.micro_steps, WORKER.loss_scale.figures()) == (1, {})
+
+
+def test_no_rank_syncs_weights_that_do_not_fit(on, monkeypatch):
+    elsewhere = 0
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda found: found.add_(elsewhere))
+    module = torch.nn.Linear(2, 2)
+    settings.check_weights(module)
+    elsewhere = 1
+    with pytest.raises(SyncError, match="nothing was synced: another rank names them"):
+        settings.check_weights(module)
+    elsewhere, module.bias.data[0] = 0, 7e4
+    with pytest.raises(SyncError, match=r"nothing was synced: bias has \|w\| = 70000\. Check the last optimizer steps"):
+        settings.check_weights(module)
+    with pytest.raises(ModelError, match="the checkpoint X does not fit FP16"):
+        settings.check_model(module, "X")
+    module.bias.ds_tensor = torch.zeros(1)  # this rank's part under ZeRO-3
+    settings.check_weights(module)
+    module.bias.ds_tensor[0] = 7e4
+    monkeypatch.setattr(settings, "scales_loss", lambda: False)
+    settings.check_weights(module)
+    settings.check_model(module, "X")
