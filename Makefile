@@ -196,7 +196,7 @@ build/pins/%/.done: requirements/pins-%.txt $(STAMP)
 	build/pins/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
 	@touch $@
 
-## how an engine on an H100 resolves every mode, with the Python of vLLM's CUDA wheels; needs no GPU: fifteen minutes
+## how an engine on an H100 resolves every mode, with the Python of vLLM's CUDA wheels; needs no GPU: forty minutes
 # Engines also load, capture, decode and take weight syncs there, on a double of the GPU that computes nothing.
 # the first run downloads four wheels of 300 MB, of which it keeps the Python
 engine-matrix: $(SELF)

@@ -37,7 +37,7 @@ from jetrl_patch.fp8 import grouped
 from jetrl_patch.measure import monitor
 from jetrl_patch.sync import send
 from tests.cuda_double import graphs
-from tests.cuda_double.checks import launches, need
+from tests.cuda_double.checks import address, launches, need
 from tests.cuda_wheels.h100_double import CAPABILITY, MULTIPROCESSORS, NAME
 from tests.exact.flash3_double import FlashAttention3
 from tests.fp8 import scaled_mm_double
@@ -111,11 +111,6 @@ def launch(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, *
         on_device = isinstance(value, Tensor) and value.device == DEVICE
         need(on_device or isinstance(value, SCALARS), name, key, getattr(value, "device", type(value)))
     launches[name] += 1
-
-
-def address(tensor: Tensor) -> int:
-    """An address that only views of one storage share. Storages begin at multiples of 512 bytes, as those of torch do."""
-    return tensor.untyped_storage()._cdata * 512 + tensor.storage_offset() * tensor.element_size()
 
 
 def same_kind(ours: Tensor, theirs: Tensor, where: str) -> None:

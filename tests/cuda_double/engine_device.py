@@ -14,8 +14,7 @@ from triton.runtime.jit import JITFunction
 from jetrl_patch.backends import capability, row_equality
 from jetrl_patch.exact import trial
 from tests.cuda_double import device, graphs, sleep
-from tests.cuda_double.checks import Unsupported
-from tests.cuda_double.device import address
+from tests.cuda_double.checks import Unsupported, address
 
 
 def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:

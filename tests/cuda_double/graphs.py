@@ -7,6 +7,7 @@ capture allocated and only a replay fills.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +20,10 @@ from tests.cuda_wheels.h100_double import GPUS, MEMORY
 
 class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device, self.cuda_stream = torch.device("cuda", 0), id(self)
+        self.device, self.cuda_stream = torch.device("cuda", State.device), id(self)
 
     def wait_stream(self, other: Stream) -> None:
+        State.joined(self, other)
         if (capture := State.capture) is not None:
             capture.waits(self, other)
 
@@ -90,15 +92,24 @@ class Capture:
 
 
 class State:
-    """The process's current stream, and the capture that goes on."""
+    """The process's device and current stream, and the capture that goes on."""
 
-    default = stream = Stream()
+    device = 0
+    default: Stream
+    stream: Stream
     capture: Capture | None = None
     #: storages that captures allocated and whose contents only a replay writes, without the outputs of graphs
     unwritten: ClassVar[dict[int, StorageWeakRef]] = {}
     #: more than 0 where the host must not wait
     busy = 0
-    waits = 0
+    #: how often the host has waited, and for all streams
+    waits = synchronized = 0
+    #: called when a stream waits for another one, and before a replay
+    joined: Callable[[Stream, Stream], None] = staticmethod(lambda stream, other: None)
+    replayed: Callable[[], None] = staticmethod(lambda: None)
+
+
+State.default = State.stream = Stream()
 
 
 def host_waits(what: object) -> None:
@@ -106,6 +117,7 @@ def host_waits(what: object) -> None:
     need(State.capture is None, "cudaErrorStreamCaptureUnsupported: the host waits for", what)
     need(not State.busy, "the host waits for", what)
     State.waits += 1
+    State.synchronized += what == "the device"
 
 
 def used(read: list[Tensor], made: list[Tensor] = []) -> None:  # noqa: B006
@@ -129,11 +141,13 @@ class Graph:
     """``torch.cuda.CUDAGraph``."""
 
     capture: Capture | None = None
-    #: how many were captured and replayed
+    #: how many were captured and replayed, and the storages that they read
     captured = replays = 0
+    read: ClassVar[set[int]] = set()
 
     def replay(self) -> None:
         need(State.capture is None, "a replay in a capture")
+        State.replayed()
         assert self.capture is not None
         freed = sum(ref.expired() for ref in self.capture.inputs.values())
         need(not freed, "a graph reads", freed, "tensors that were freed since its capture")
@@ -159,6 +173,7 @@ class capturing:
         if error[0] is None:
             need(not capture.unjoined, "streams did not join the capture again")
             Graph.captured += 1
+            Graph.read |= capture.inputs.keys()
             State.unwritten |= {key: ref for key, ref in capture.made.items() if not ref.expired()}
 
 
@@ -181,6 +196,11 @@ def set_stream(stream: Stream) -> None:
     State.stream = stream
 
 
+def set_device(device: Any) -> None:
+    State.device = device if isinstance(device, int) else torch.device(device).index
+    State.default.device = torch.device("cuda", State.device)
+
+
 def install() -> None:
     """Put the doubles into ``torch.cuda``. vLLM's modules keep some of them, so call it before vLLM is imported."""
     doubles = {
@@ -194,9 +214,9 @@ def install() -> None:
     torch.Event = Event  # type: ignore[misc, assignment]  # in vLLM 0.24
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]  # which takes torch's streams alone
     memory = {
-        "empty_cache": None, "get_memory_info": (MEMORY, MEMORY), "memory_stats": {}, "memory_reserved": 0, "memory_allocated": 0,
-        "max_memory_allocated": 0, "reset_peak_memory_stats": None, "mem_get_info": (MEMORY, MEMORY), "set_device_index": None,
-        "current_device_index": 0, "device_count": GPUS, "set_device": None, "current_blas_handle": 0, "manual_seed_all": None,
+        "empty_cache": None, "empty_host_cache": None, "get_memory_info": (MEMORY, MEMORY), "memory_stats": {},
+        "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+        "mem_get_info": (MEMORY, MEMORY), "device_count": GPUS, "current_blas_handle": 0, "manual_seed_all": None,
         "manual_seed": None, "is_initialized": True, "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
     }  # fmt: skip
     for module in (torch.cuda, torch.accelerator):
@@ -204,3 +224,5 @@ def install() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda *args, value=value, **named: value)
         module.synchronize = lambda device=None: host_waits("the device")
+    torch.cuda.set_device = torch.accelerator.set_device_index = set_device
+    torch.cuda.current_device = torch.accelerator.current_device_index = lambda: State.device

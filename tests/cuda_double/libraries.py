@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cuda_double import graphs
+from tests.cuda_double import graphs, peers
 from tests.cuda_double.checks import Unsupported, launches, need
 from tests.cuda_wheels.h100_double import SUPPORTS
 from tests.exact.flash3_double import FlashAttention3
@@ -82,7 +82,7 @@ COMPUTES: dict[str, Callable[..., Any]] = {
     "fwd": Attention().fwd,
     "weak_ref_tensor": weak_ref_tensor,
     "get_cuda_view_from_cpu_tensor": get_cuda_view_from_cpu_tensor,
-}
+} | peers.OPERATORS
 
 
 def call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,10 +90,12 @@ def call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     schema = operator._schema
     named = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
     for name, value in named.items():
-        need(not isinstance(value, Tensor) or value.is_cuda or name == "cpu_tensor", schema.name, name, "is on the host")
+        here = not isinstance(value, Tensor) or value.is_cuda or name in ("cpu_tensor", "mem_handle")
+        need(here, schema.name, name, "is on the host")
     name = schema.name.partition("::")[2]
     if name in SUPPORTS:
         return SUPPORTS[name]
-    launches[name] += 1
+    if name not in peers.OPERATORS:
+        launches[name] += 1
     need(not schema.returns or name in COMPUTES, schema.name, "has no double")
     return COMPUTES[name](**named) if name in COMPUTES else None

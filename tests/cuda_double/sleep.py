@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from vllm.device_allocator import cumem
 
-from tests.cuda_double.checks import need
-from tests.cuda_double.device import address
+from tests.cuda_double.checks import address, need
 
 #: device, bytes, address, and what the C library keeps
 Handle = tuple[int, int, int, int]

@@ -1,6 +1,7 @@
 """Engines on a double of an H100, with the Python of the installed vLLM: load, trials, graphs, decoding and weight syncs.
 
-No CPU tensor, wrong dtype, host wait in a forward pass or capture, moved parameter, or graph that reads freed memory.
+No CPU tensor, wrong dtype, host wait in a forward pass or capture, moved parameter, or graph that reads freed memory. Ranks enter
+the same collectives and decide alike. Compiled graphs take weights as arguments, and operators return what they describe.
 ``make engine-matrix`` runs the same cases with the Python of vLLM's CUDA wheels.
 """
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.cuda_double import graphs, libraries, sleep
+from tests.cuda_double import graphs, libraries, peers, sleep, traced
 from tests.cuda_double.checks import need
 
 aten = torch.ops.aten
@@ -38,6 +38,11 @@ def written(func: Any, args: Any) -> list[Tensor]:
 class OnDevice(TorchDispatchMode):
     """Separates what runs on the host, with values, from what runs on the device, without."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo trace below this mode."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -52,10 +57,16 @@ class OnDevice(TorchDispatchMode):
                 return args[0].clone() if func in PINNED else func(*args, **kwargs)
         if (python := libraries.PYTHON.get(func._schema.name)) is not None:
             with self:
-                return python(*args, **kwargs)
+                out = python(*args, **kwargs)
+            if func.namespace == "jetrl_patch":
+                traced.check_description(func, (args, kwargs), out, func(*args, **kwargs))
+            return out
         if composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.namespace in ("c10d", "symm_mem"):
+            double = peers.collective if func.namespace == "c10d" else peers.symmetric_sum
+            return double(func, args)
         if not func.is_view and func.namespace != "prim":
             sleep.used(there, written(func, args))
         if func in (aten._local_scalar_dense.default, aten.equal.default):

@@ -56,15 +56,16 @@ _PLATFORM: dict[str, Callable[..., Any]] = {"_cuda_device_count_stateless": lamb
 #: what a process has asked of torch that initializes CUDA; the driver answers the other two (PYTORCH_NVML_BASED_CUDA_CHECK)
 ASKED: list[str] = []
 _ASKS = _CUDA.keys() - {"is_available", "device_count"}
-#: operators that return what the hardware supports; on Hopper FP8 and not FP4
+#: operators that return what the hardware supports, on Hopper FP8 and not FP4, or a size
 SUPPORTS = {
     "cutlass_scaled_mm_supports_fp8": True,
     "cutlass_scaled_mm_supports_block_fp8": True,
     "cutlass_scaled_mm_supports_fp4": False,
+    "meta_size": 4096,
 }
 #: library -> its operators' namespace in torch.ops, where vLLM's Python looks one up before any kernel runs
 _NAMESPACES = {
-    "vllm._C_stable_libtorch": ("_C", "_C_cache_ops"),
+    "vllm._C_stable_libtorch": ("_C", "_C_cache_ops", "_C_custom_ar"),
     "vllm._moe_C_stable_libtorch": ("_moe_C",),
     "vllm.vllm_flash_attn._vllm_fa3_C": ("_vllm_fa3_C",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.anchors.cuda_python import LIBRARIES, VERSIONS, unpacked
-from tests.cuda_double.compiled import CASES, check, compile_device, run_engines
+from tests.cuda_double.compiled import CASES, MORE, check, compile_device, run_engines
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +22,10 @@ def found(version: str) -> dict[str, dict[str, Any]]:
     library: Path | None = compile_device(folder)
     if library is None:
         pytest.skip("no C++ compiler: neither CXX, c++, g++ nor clang++")
-    return run_engines(library, folder / LIBRARIES, CASES, str(folder))
+    return run_engines(library, folder / LIBRARIES, CASES | MORE, str(folder))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | MORE)
 def test_an_engine(version: str, name: str) -> None:
     check(name, found(version)[name])
