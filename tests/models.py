@@ -110,6 +110,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),
+    "phi3": ("phi3", {}),
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"tie_word_embeddings": True}),
     "granite": ("granite", {}),
@@ -239,7 +240,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 #: dense families that differ from Llama, Qwen2 and Qwen3 by their record alone
-ONE_RECORD = ("mistral", "seed_oss", "smollm3", "granite")
+ONE_RECORD = ("mistral", "phi3", "seed_oss", "smollm3", "granite")
 #: text families whose whole runs are those of ``test_family_runs.py`` alone
 NO_OTHER_RUN = (*ONE_RECORD, "olmoe", "qwen2_moe", "mixtral", "glm4_moe")
 

@@ -164,7 +164,7 @@ def test_unions_and_lists() -> None:
     assert not any(LLAMA_LIKE.covers(part) for part in ("exact", "scaling", "fused", "megatron", "veomni"))
     assert titles(covering("megatron").values()) == "Qwen2/2.5, Qwen3 and Llama"
     assert titles(covering("veomni").values()) == "Qwen2/2.5, Qwen3, Llama, Qwen3-MoE, Qwen3-VL and Qwen3-VL-MoE"
-    assert titles([FAMILIES["phi3"]]) == "Phi-3"
+    assert titles([FAMILIES["phi3"]]) == "Phi-3/4"
 
 
 def test_a_language_model_is_of_the_family_of_the_whole() -> None:
@@ -175,8 +175,8 @@ def test_a_language_model_is_of_the_family_of_the_whole() -> None:
 
 
 def test_a_family_in_the_table_that_is_not_exact_says_why() -> None:
-    with pytest.raises(ModelError, match=r"qwen2, qwen3, llama.*found model_type='phi3' \(its q, k and v.*align=\"linear\""):
-        check_family(SimpleNamespace(model_type="phi3"))
+    with pytest.raises(ModelError, match=r"qwen2, qwen3, llama.*found model_type='glm4v' \(its vision tower.*align=\"linear\""):
+        check_family(SimpleNamespace(model_type="glm4v"))
 
 
 OUTSIDE = [
@@ -187,6 +187,8 @@ OUTSIDE = [
     ("qwen2", "dual_chunk_attention_config", {}, "whole context"),
     ("mistral", "sliding_window", 4096, "whole context"),
     ("mistral", "attention_bias", True, "no such bias"),
+    ("phi3", "sliding_window", 2047, "whole context"),
+    ("phi3", "resid_pdrop", 0.1, "no dropout"),
     ("seed_oss", "attention_bias", False, "always has a bias"),
     ("seed_oss", "attention_out_bias", True, "o_proj"),
     ("smollm3", "use_sliding_window", True, "whole context"),

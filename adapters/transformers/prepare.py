@@ -237,7 +237,8 @@ def _check_exact(model: Any) -> dict[str, type]:
         raise ModelError(explain("align='exact'", required="batch-invariant GEMMs", found=found, fix=fix))
     family = check_family(model.config)
     kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary}
-    kinds |= {known.mlp: modules.ExactMLP for known in covering("exact").values()}  # some families have the MLP of another one
+    for other in covering("exact").values():  # some families have the MLP of another one
+        kinds[other.mlp] = modules.ExactMergedMLP if other.merges_gate else modules.ExactMLP
     if family.chooser and any(hasattr(module, "route_tokens_to_experts") for module in model.modules()):
         kinds |= {family.router: modules.ExactScores, family.chooser: modules.ExactChoice}
     elif family.mixture:

@@ -34,6 +34,16 @@ class ExactNorm:
         return elementwise.passing(*ops.rms_norm_passing(hidden_states, self.weight, self.variance_epsilon))
 
 
+class ExactMergedMLP:
+    """``ExactMLP`` whose gate and up share one weight."""
+
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        return self.down_proj(ops.silu_mul(*self.gate_up_proj(hidden_states).chunk(2, -1)))
+
+
 class ExactMLP:
     """Gated MLP with the rollout's SiLU(gate) * up."""
 

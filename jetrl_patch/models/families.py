@@ -54,6 +54,7 @@ def _only_vllm(key: str, *values: Any) -> Setting:
 _LOGIT_SCALE = _only_vllm("logit_scale", 1)
 _NAMED_WINDOW = _only_vllm("sliding_window", None, 0)  # vLLM gives a window to every model that names one
 _PARTIAL = Setting("rope_parameters.partial_rotary_factor", (), "both sides leave part of a head unrotated")
+_PHI_DROPOUTS = ("resid_pdrop", "embd_pdrop")
 _NOT_TIED = Setting("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")
 _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
 #: for every family with experts
@@ -147,17 +148,15 @@ _RECORDS = (
         uncovered=_ONLY_TRANSFORMERS,
     ),
     _family(
-        "phi3", "Phi3", "Phi-3",
+        "phi3", "Phi3", "Phi-3/4",
+        _NO_WINDOW,
         _PARTIAL,
+        *(Setting(key, (0,), "the rollout has no dropout", f"set {key}=0 in config.json") for key in _PHI_DROPOUTS),
         *_NO_BIASES,
         _LOGIT_SCALE,
         readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(),
-        uncovered={
-            "exact": "its q, k and v share one weight, and so do gate and up; the shared ops do not split them",
-            "fused": _ONE_WEIGHT,
-            **_ONLY_TRANSFORMERS,
-        },
+        uncovered={"fused": _ONE_WEIGHT, **_ONLY_TRANSFORMERS},
     ),
     _family(
         "seed_oss", "SeedOss", "Seed-OSS",

@@ -175,6 +175,11 @@ class Family:
         return f"{self.prefix}{self.text}MLP"
 
     @property
+    def merges_gate(self) -> bool:
+        """Whether transformers' MLP keeps gate and up in one weight."""
+        return "mlp.gate_up_proj" in self.readers.get("post_attention_layernorm", ())
+
+    @property
     def attention(self) -> str:
         return f"{self.prefix}{self.text}Attention"
 
