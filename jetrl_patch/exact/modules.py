@@ -97,10 +97,15 @@ class ExactRotary:
 
 
 def longest_context(config: Any) -> int:
-    """The model's maximum number of positions, as vLLM derives it from the config. Linear scaling multiplies it."""
-    rope = rope_parameters(config)
-    factor = rope.get("factor", 1.0) if rope["rope_type"] == "linear" else 1.0
-    return math.ceil(config.max_position_embeddings * max(1.0, factor))
+    """The model's maximum number of positions, as vLLM derives it from the config. Linear scaling multiplies it.
+
+    With YaRN some releases read the scaled number from the config, others multiply the original one.
+    """
+    rope, positions = rope_parameters(config), config.max_position_embeddings
+    if rope["rope_type"] not in ("linear", "yarn"):
+        return int(positions)
+    original = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else positions
+    return math.ceil(max(positions, original * rope["factor"]))
 
 
 class ExactEmbedding:

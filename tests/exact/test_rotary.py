@@ -38,8 +38,10 @@ def test_the_host_reads_no_position():
         module.forward(torch.zeros(1), torch.arange(49, -1, -1)[None])
 
 
-def test_linear_scaling_makes_the_context_longer_as_in_vllm():
+def test_scaling_makes_the_context_longer_as_in_vllm():
     assert longest_context(rotary().config) == 50
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 50}
+    assert longest_context(rotary(rope_parameters=yarn).config) == 200
     scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
     module = rotary(rope_parameters=scaled)
     assert longest_context(module.config) == 125
