@@ -17,6 +17,9 @@ from tests.cuda_double.compiled import CASES, HERE, check, run_engines
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+#: the first test runs all cases
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.fixture(scope="module")
 def found(library: Path) -> dict[str, dict[str, Any]]:

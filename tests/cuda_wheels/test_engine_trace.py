@@ -11,7 +11,8 @@ import pytest
 from scripts.anchors.cuda_python import LIBRARIES, VERSIONS, unpacked
 from tests.cuda_double.compiled import CASES, MORE, check, compile_device, run_engines
 
-pytestmark = pytest.mark.slow
+#: a version's first test runs all its cases
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 @cache
