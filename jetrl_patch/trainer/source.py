@@ -149,9 +149,7 @@ class Source:
         """Yield the messages of one sync over full weights (``quantized_stream``). Experts are sent one by one."""
         weights = self._apart(weights)
         if self.buffers:
-            # verl offloads FSDP2's buffers and does not wait: on the device, this copy comes after that one
-            stored = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
-            own = ((name, buffer.to(self.device_type, non_blocking=True)) for name, buffer in stored)
+            own = ((name, self._on_device(getattr(module, leaf))) for name, (module, leaf) in self.buffers.items())
             weights = chain((item for item in weights if item[0] not in self.buffers), own)
         return quantized_stream(
             weights if self.monitor is None else self.monitor.watching(weights),
@@ -165,6 +163,10 @@ class Source:
             base=self.base,
             fp32=self.buffers,
         )
+
+    def _on_device(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Bring back what verl offloaded without waiting (FSDP2's buffers): on the device, this copy comes after that one."""
+        return buffer if buffer.device.type == self.device_type else buffer.to(self.device_type, non_blocking=True)
 
     def quantize(self, layer: str, weight: torch.Tensor) -> Quantized:
         """Return the bytes and scales that this layer computes with: [N, K] in 128x128 blocks."""

@@ -177,17 +177,20 @@ def run(family: str, plugin: dict[str, Any], engine: dict[str, Any], purpose: st
         model, source = trainer(family, jetrl_patch.status().config, ranks, "enable_expert_parallel" in engine)
         before, steps = addresses(worker), []
         syncs = 2 if source.base is not None else 1
+        sleeps = "V2" not in purpose  # whose states of requests are in the weights' pool; kernels write them for each request
         for turn in range(syncs + 1):
             launches.clear()
             graphs.Graph.replays = 0
             samples = generate(llm, list(PROMPTS), LENGTH, 0.7)
             need(all(len(sample.response) == LENGTH for sample in samples), "responses", samples)
             steps.append({"launches": dict(launches), "replays": graphs.Graph.replays})
-            if turn < syncs:  # verl's order on GPUs that trainer and engine share
-                llm.sleep(level=2)
-                llm.wake_up(tags=["weights"])
+            if turn < syncs:
+                if sleeps:  # in verl's order on GPUs that trainer and engine share
+                    llm.sleep(level=2)
+                    llm.wake_up(tags=["weights"])
                 found["synced"] = sync(worker, model, source)
-                llm.wake_up(tags=["kv_cache"])
+                if sleeps:
+                    llm.wake_up(tags=["kv_cache"])
         need(addresses(worker) == before, "a weight sync moved parameters")
         found["steps"] = steps
         if ranks > 1:
