@@ -22,7 +22,7 @@ DELTA = {**EXACT, "sync": "delta"}
 _PER_CHANNEL = {"precision": "fp8-rollout", "rollout_granularity": "channel"}
 #: whole decoding steps, without a compiler
 _GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-#: vLLM's default but for the code generator, of which ``libraries.without_inductor`` says more
+#: vLLM's default but for the code generator, of which ``traced.without_inductor`` says more
 _COMPILED = {"compilation_config": {"backend": "eager", "custom_ops": ["none"]}}
 _TWO = {"tensor_parallel_size": 2}
 _BY_EXPERTS = {**_TWO, "enable_expert_parallel": True}

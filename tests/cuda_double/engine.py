@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -57,6 +56,7 @@ from tests.cuda_double.checks import launches, need  # noqa: E402
 from tests.cuda_double.compiled import Cases  # noqa: E402
 from tests.cuda_wheels.resolve import ARCHITECTURES, SIZES  # noqa: E402
 from tests.models import config_of  # noqa: E402
+from tests.ray.cluster import free_port  # noqa: E402
 
 #: tokens of the prompts, and how many follow each
 PROMPTS, LENGTH = ([3] * 40, [4] * 7, [5]), 4
@@ -160,10 +160,9 @@ def run(family: str, plugin: dict[str, Any], engine: dict[str, Any], purpose: st
         engine = {**engine, "distributed_executor_backend": "external_launcher"}
         peers.install()
     jetrl_patch.enable(**plugin)
-    if "compiled" in purpose:  # the adapter for CPUs, which are here too, has set it again
-        os.environ["TORCHDYNAMO_DISABLE"] = "0"
     with tempfile.TemporaryDirectory() as root, values.tensors():
         if "compiled" in purpose:
+            os.environ["TORCHDYNAMO_DISABLE"] = "0"  # the adapter for CPUs, which are here too, has set it again
             engine = {**engine, "compilation_config": {**engine["compilation_config"], "cache_dir": f"{root}/compiled"}}
         llm = build(root, family, engine)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -235,12 +234,6 @@ def fork(name: str, case: Any, rank: dict[str, int]) -> int:
     if rank["RANK"] == 0 or "error" in found:
         print(json.dumps({"name": name, "seconds": round(time.process_time(), 1)} | found), flush=True)
     os._exit("error" in found)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 if __name__ == "__main__":

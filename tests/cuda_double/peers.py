@@ -66,9 +66,9 @@ def here() -> torch.device:
     return torch.device("cuda", dist.get_rank())
 
 
-def on_device(tensor: Tensor, what: str, dense: bool = True) -> None:
+def on_device(tensor: Tensor, what: str) -> None:
     need(tensor.device == here(), what, "takes a tensor on", tensor.device)
-    need(not dense or tensor.is_contiguous(), what, "takes strides", tensor.stride())
+    need(tensor.is_contiguous(), what, "takes strides", tensor.stride())
 
 
 # ---- NCCL as vLLM's Python calls it, by addresses --------------------------------------------------
