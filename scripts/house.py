@@ -58,8 +58,8 @@ def graph(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def layers(root: Path = ROOT) -> list[str]:
-    """Packages and modules from bottom to top, as the table in CONTRIBUTING.md lists them."""
-    table = (root / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
+    """Packages and modules from bottom to top, as the table in docs/architecture.md lists them."""
+    table = (root / "docs" / "architecture.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
     return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
