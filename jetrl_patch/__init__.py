@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ModelError,
         NotPatchedError,
         PatchError,
+        PrecisionError,
         SyncError,
         VersionError,
     )
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditError", "Config", "ConfigError", "ConflictError", "JetrlError", "ModelError", "NotPatchedError", "PatchError",
-    "Status", "SyncError", "VersionError", "__version__", "disable", "enable", "status",
+    "PrecisionError", "Status", "SyncError", "VersionError", "__version__", "disable", "enable", "status",
 ]  # fmt: skip
 
 _HOME = {

@@ -152,6 +152,7 @@ def test_public_names_are_pinned() -> None:
         "ModelError",
         "NotPatchedError",
         "PatchError",
+        "PrecisionError",
         "Status",
         "SyncError",
         "VersionError",
