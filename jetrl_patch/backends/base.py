@@ -46,12 +46,15 @@ class Backend:
     reads_transposed = False
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """BF16 [M, K] in 1x128 groups, layout "rows". See ``quantize.quantize_activation``."""
         return quantize.quantize_activation(x_MK, scale_format)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """BF16 [M, K] in 128x1 groups, layout "tokens". See ``quantize.quantize_tokens``."""
         return quantize.quantize_tokens(x_MK, scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """[N, K], by its BF16 value, in 128x128 blocks, layout "blocks". See ``quantize.quantize_weight``."""
         return quantize.quantize_weight(w_NK, scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
@@ -75,7 +78,7 @@ class Backend:
     def fprop(
         self, x_MK: Tensor | Quantized, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
     ) -> Tensor:
-        """``gemm`` of an activation [M, K]. BF16 is quantized first, in the scale format and granularity of the weight."""
+        """``gemm`` of an activation [M, K]. A BF16 one is quantized first, in the scale format and granularity of the weight."""
         if isinstance(x_MK, Tensor):
             quantizer = quantize_fp8_rows if w.layout == "channels" else self.quantize_activation
             x_MK = quantizer(x_MK, w.scale_format)

@@ -74,6 +74,7 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
+        """That of the bytes."""
         return self.q.shape
 
     @property
@@ -123,7 +124,7 @@ class Regrouped:
         return self
 
     def get(self, make: Callable[[], Quantized]) -> Quantized:
-        """The operand. Outside a backward pass, ``make`` runs every time."""
+        """The operand, in layout "tokens" or "transposed". Outside a backward pass, ``make`` runs every time."""
         number = torch._C._current_graph_task_id()
         if self._made is None or self._made[0] != number or number == -1:  # an earlier pass may have been aborted
             self._made, self._left = (number, make()), len(self._readers)
@@ -222,17 +223,17 @@ def block_scales(s_NG: Tensor) -> Tensor:
 
 
 def dequantize_activation(q_MK: Tensor, s_MG: Tensor, dtype: torch.dtype = torch.float32, block: int = BLOCK) -> Tensor:
-    """q * s of 1x128 groups, [M, K]."""
+    """q * s of 1x128 groups, [M, K] in ``dtype``, from e4m3 [M, K] and FP32 [M, G]."""
     return (q_MK.float() * s_MG.repeat_interleave(block, 1)[:, : q_MK.shape[1]]).to(dtype)
 
 
 def dequantize_tokens(q_MK: Tensor, s_GK: Tensor, dtype: torch.dtype = torch.float32, block: int = BLOCK) -> Tensor:
-    """q * s of 128x1 groups, [M, K]."""
+    """q * s of 128x1 groups, [M, K] in ``dtype``, from e4m3 [M, K] and FP32 [ceil(M / 128), K]."""
     return (q_MK.float() * s_GK.repeat_interleave(block, 0)[: q_MK.shape[0]]).to(dtype)
 
 
 def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """q * s of 128x128 blocks, [N, K]."""
+    """q * s of 128x128 blocks, [N, K] in ``dtype``, from e4m3 [N, K] and FP32 [ceil(N / 128), G]."""
     return dequantize_activation(q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), dtype)
 
 
@@ -246,7 +247,7 @@ def fprop(
     """Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
 
     ``s_NG`` holds the weight's scales per row. ``splits`` > 1 adds the FP32 partial sums of that many equal ranges of K in
-    ascending order, as the all-reduce of a tensor-parallel rollout does.
+    ascending order, as the all-reduce of a tensor-parallel rollout does. Raises as ``formats.check_fprop`` and ``split_width``.
     """
     check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, block=block)
     (M, K), N = q_MK.shape, w_NK.shape[0]

@@ -47,7 +47,7 @@ def quantize_int8_rows(x_MK: Tensor) -> Quantized:
 # ---- The INT8 product: an exact int32 sum, scaled, and rounded once to BF16 ----------------------
 #     Y [M, N] = round(sX · (sW · FP32(Σ_k qX · qW)))
 #
-# The integer sum has no rounding, so its order does not matter: a row's result cannot depend on its neighbours, the kernel
+# The integer sum has no rounding, so its order does not matter: a row's result cannot depend on its neighbors, the kernel
 # or the device. The order of the two scales is that of vLLM's CUTLASS epilogue.
 
 #: the largest K whose integer sum fits in int32 for all values

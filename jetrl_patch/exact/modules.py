@@ -21,7 +21,7 @@ from jetrl_patch.models.structure import has_delta_nets, text_config
 # class.
 
 class ExactNorm:
-    """RMSNorm with the rollout's kernel."""
+    """RMSNorm with the rollout's kernel: [..., K], computed from its BF16 value, -> BF16 [..., K]."""
 
     weight: Tensor
     variance_epsilon: float
@@ -35,7 +35,7 @@ class ExactNorm:
 
 
 class ExactMergedMLP:
-    """``ExactMLP`` whose gate and up share one weight."""
+    """``ExactMLP`` whose gate and up share one weight [2I, H]."""
 
     gate_up_proj: nn.Module
     down_proj: nn.Module
@@ -45,7 +45,7 @@ class ExactMergedMLP:
 
 
 class ExactMLP:
-    """Gated MLP with the rollout's SiLU(gate) * up."""
+    """Gated MLP with the rollout's SiLU(gate) * up, [..., H] -> [..., H]."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -118,7 +118,7 @@ class ExactEmbedding:
 
 
 class ExactLinear:
-    """A BF16 linear layer with independent rows: ``lm_head``, or a layer kept out of FP8."""
+    """A BF16 linear layer with independent rows, [..., K] -> BF16 [..., N]: ``lm_head``, or a layer kept out of FP8."""
 
     weight: Tensor
     bias: Tensor | None
@@ -129,7 +129,10 @@ class ExactLinear:
 
 
 class ExactRouter:
-    """The router of a mixture of experts: logits by a product with independent rows, and the rollout's choice of experts."""
+    """The router of a mixture of experts: a product with independent rows, and the rollout's choice of experts.
+
+    [..., H] -> logits BF16 [T, E], weights FP32 [T, k] and experts int64 [T, k] (``exact.route``).
+    """
 
     weight: Tensor
     top_k: int
@@ -140,7 +143,7 @@ class ExactRouter:
 
 
 class ExactScores:
-    """The router of a mixture with FP32 logits: the unrounded product, with independent rows."""
+    """The router of a mixture with FP32 logits [T, E]: the unrounded product of [..., H], with independent rows."""
 
     weight: Tensor
 
@@ -149,7 +152,7 @@ class ExactScores:
 
 
 class ExactSigmoidRouter:
-    """A router that chooses experts by the sigmoid of FP32 logits, a bias and groups."""
+    """A router that chooses by the sigmoid of FP32 logits, a bias and groups. Inputs and results as ``ExactRouter``."""
 
     weight: Tensor
     e_score_correction_bias: Tensor
@@ -185,14 +188,14 @@ class ExactChoice:
 _made: dict[tuple[type, type], type] = {}
 
 
-def swap(module: nn.Module, behaviour: type) -> None:
-    """Give ``module`` the forward of ``behaviour``, in place. A second call changes nothing."""
+def swap(module: nn.Module, behavior: type) -> None:
+    """Give ``module`` the forward of ``behavior``, in place. A second call changes nothing."""
     original = type(module)
-    if issubclass(original, behaviour):
+    if issubclass(original, behavior):
         return
-    key = (behaviour, original)
+    key = (behavior, original)
     if key not in _made:
-        _made[key] = type(f"{behaviour.__name__}_{original.__name__}", key, {"__module__": __name__})
+        _made[key] = type(f"{behavior.__name__}_{original.__name__}", key, {"__module__": __name__})
     module.__class__ = _made[key]
 
 

@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
     @property
     def rotated(self) -> int:
-        """The width of what the rotary embedding turns, at most."""
+        """The largest width of a head that the rotary embedding may rotate."""
         return self.head_dim - self.latent
 
 

@@ -1,1 +1,1 @@
-"""FP8 linear layers: quantizers, the three GEMMs, ``Fp8Linear`` and the in-place swap (torch only)."""
+"""FP8 linear layers, experts and LoRA, and the conversion of a model in place. Imports no framework but torch."""

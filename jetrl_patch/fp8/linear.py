@@ -58,6 +58,7 @@ class Fp8State:
 
     @property
     def backend(self) -> Backend:
+        """The run's backend, which the other side of the run uses too."""
         return get_backend(self.backend_name)
 
     def promised(self, promise: Promise | None) -> None:
@@ -271,6 +272,7 @@ class Fp8Linear(nn.Linear):
     fp8: Fp8State
 
     def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> BF16 [..., N]. Gradients have the dtypes of input, weight and bias; a ``main_grad`` gets the weight's."""
         if torch.compiler.is_compiling():
             if isinstance(self.weight, (Fp8Gathered, Fp8Shard)):  # a graph cannot hold the gradient of bytes
                 return _outside_of_graphs(input, self.weight, self.bias, self.fp8)

@@ -158,6 +158,7 @@ class Sums:
     min_ratio: float = float("inf")
 
     def figures(self) -> Mismatch:
+        """The figures over all tokens that were added up."""
         n, nan = self.tokens, float("nan")
         return Mismatch(
             tokens=n,

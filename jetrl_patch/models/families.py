@@ -100,7 +100,7 @@ _LATENT = (
     _always("moe_layer_freq", (1,), "in the trainer all blocks after the first dense ones have experts"),
     _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
     replace(_NOT_TIED, everywhere=True),
-    _always("rope_interleave", (True,), "vLLM always rotates neighbouring numbers of a head"),
+    _always("rope_interleave", (True,), "vLLM always rotates neighboring numbers of a head"),
     _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM treats every other type as YaRN"),
     _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
     _always("rope_parameters.truncate", (True,), _NO_SUCH_NUMBER),

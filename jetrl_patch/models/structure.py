@@ -225,7 +225,7 @@ def _counts(value: Any) -> bool:
 
 
 def check_code(settings: dict[str, Any], folder: str) -> None:
-    """Raise ModelError if a checkpoint contains modelling code that the trainer would run.
+    """Raise ModelError if a checkpoint contains modeling code that the trainer would run.
 
     Args:
         settings: the content of its config.json.

@@ -86,10 +86,10 @@ class Installer(Protocol):
         """Fill every buffer that a sync must write with NaN, so an unwritten one shows at once."""
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy these tensors into the model. A weight and its scales may arrive in different calls."""
+        """Copy whole tensors into this rank's part of the model. A weight and its scales may arrive in different calls."""
 
     def finish(self) -> None:
-        """Finish the load once every tensor has been copied."""
+        """Derive what the engine computes from its weights. Raise SyncError if a parameter was not written."""
 
     def installed(self, plain: Mapping[str, tuple[tuple[int, ...], str]]) -> Sequence[Rect]:
         """Return digests of the quantized bytes, their scales and the ``to_bf16`` weights in this rank's memory.

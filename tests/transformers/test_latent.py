@@ -62,7 +62,7 @@ def test_gradients_against_fp64(options: dict[str, Any]) -> None:
         ({"moe_layer_freq": 2}, r"moe_layer_freq=1 \(.*have experts\), found moe_layer_freq=2"),
         ({"attention_bias": True}, r"leaves out the biases of attention\), found attention_bias=True"),
         ({"tie_word_embeddings": True}, "found tie_word_embeddings=True"),
-        ({"rope_interleave": False}, r"neighbouring numbers of a head\), found rope_interleave=False"),
+        ({"rope_interleave": False}, r"neighboring numbers of a head\), found rope_interleave=False"),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
             r"as YaRN\), found rope_parameters\.rope_type='linear'",

@@ -79,7 +79,7 @@ def _trainer(model: _Model, layout: Layout, config: Config) -> Iterator[Memory]:
 
 
 def _held(model: _Model, layout: Layout, config: Config, ranks: int) -> tuple[float, str]:
-    """The table "How often a rank quantizes a weight" of docs/memory.md."""
+    """Bytes of the FP8 weights that a rank holds, and the formula: the table of quantized weights in docs/memory.md."""
     p = model.quantized
     if ranks == 1:
         return 2.0 * p, f"2 x {_billions(p)}, as they are and transposed, until the last backward of a step"
