@@ -49,7 +49,7 @@ class ConflictError(JetrlError):
 
 
 class PrecisionError(JetrlError):
-    """A layer is beyond a threshold (``monitor_action="stop"``), or FP16 gradients keep overflowing."""
+    """A layer is beyond a threshold (``monitor_action="stop"``), or gradients keep overflowing at any loss scale."""
 
 
 class SyncError(JetrlError):
