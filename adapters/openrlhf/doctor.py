@@ -144,7 +144,7 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
         with contextlib.redirect_stdout(io.StringIO()):
             _execute(checks, names, path)
     except AssertionError as error:
-        raise ConfigError(f"OpenRLHF refuses its arguments: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"OpenRLHF rejects these arguments: {' '.join(str(error).split())}") from error
     except Exception as error:  # its checks calculate with arguments that may be missing or zero
         line = next(frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == str(path))
         words = f"OpenRLHF's checks of its arguments end in {type(error).__name__}: {' '.join(str(error).split())}"

@@ -252,9 +252,9 @@ def check_turns(ranges: Iterable[tuple[int, int]]) -> None:
     """
     for (_, end), (start, _) in itertools.pairwise(ranges):
         if start == end:
-            what, required = "turns of an OpenRLHF agent with align='exact'", "tokens of the environment between two turns"
+            what, required = "turns of an OpenRLHF agent with align='exact'", "environment tokens between two turns"
             fix = "return a non-empty environment_feedback unless done=True, or use align='linear'"
-            found = f"a turn that begins at token {start}, where another ends"
+            found = f"a turn that begins at token {start}, where the previous one ends"
             raise ConfigError(explain(what, required=required, found=found, fix=fix))
 
 

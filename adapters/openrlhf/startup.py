@@ -68,7 +68,7 @@ def require_running(engines: Sequence[Any]) -> None:
         try:
             ray.get(call)
         except RayActorError as error:
-            required, fix = "a running engine", "remove the cause, which the engine's output shows in full, and start again"
+            required, fix = "a running engine", "fix the cause, which the engine's output shows in full, and start again"
             raise JetrlError(explain(f"vLLM engine {number}", required=required, found=_cause(str(error)), fix=fix)) from error
 
 
@@ -128,7 +128,8 @@ def _last_change(lock: Path) -> float:
 def _dead(lock: Path, seconds: float) -> ConfigError:
     found = f"{lock}, the lock of a build that changed no file for {seconds / 60:.0f} minutes"
     fix = "delete this file, which a killed process left behind, and start again"
-    return ConfigError(explain(f"PyTorch's C++ extension {lock.parent.name}", required="a build that ends", found=found, fix=fix))
+    what = f"PyTorch's C++ extension {lock.parent.name}"
+    return ConfigError(explain(what, required="a build that finishes", found=found, fix=fix))
 
 
 # ---- Before the first training step, check that every process of the run is patched like the driver

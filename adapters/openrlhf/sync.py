@@ -187,7 +187,7 @@ def _compare(answers: list[Any], config: Config) -> None:
         require_same(who, required=config.to_env(), found=answer["config"])
         if answer["serves"] and answer["version"] != WORKER.version:
             raise SyncError(
-                f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
+                f"{who} is stale: it serves the weights of sync {answer['version']}, but the last sync was {WORKER.version}. It "
                 "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
             )
 

@@ -262,7 +262,7 @@ def update_weight(original: Any, self: Any, name: Any, dtype: Any, shape: Any, e
         receiver.version = order["version"]
         return report
     raise SyncError(
-        f"the vLLM worker does not know the order {order['op']!r}. Install the same version of jetrl_patch on both sides."
+        f"the vLLM worker does not know the command {order['op']!r}. Install the same version of jetrl_patch on both sides."
     )
 
 

@@ -66,7 +66,7 @@ def _one_of(own: Hook, submitted: Hook) -> Hook:
     if own is None or submitted is None or own == submitted:
         return submitted if own is None else own
     if os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
-        required, found = f"one hook, such as {own!r} in ray.init", f"also {submitted!r} in the job's runtime_env"
+        required, found = f"one hook, such as {own!r} in ray.init", f"another, {submitted!r}, in the job's runtime_env"
         fix = "pass only one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to use the first"
         raise ConflictError(explain("worker_process_setup_hook", required=required, found=found, fix=fix))
     return own

@@ -182,7 +182,7 @@ def require_nodes(config: Config, installs: Mapping[str, Any]) -> list[NodeStatu
     if wrong:
         kind = ConflictError if all(isinstance(problem, ConflictError) for problem in wrong) else NotPatchedError
         raise kind("; ".join(str(problem) for problem in wrong))
-    logger.info("jetrl_patch: %d Ray nodes answered in %.1f s, all patched", len(found), time.monotonic() - start)
+    logger.info("jetrl_patch: Ray nodes answered in %.1f s, all patched (%d)", time.monotonic() - start, len(found))
     return found
 
 

@@ -47,14 +47,14 @@ def packed_sdpa(
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if unknown or attention_mask is not None or key.shape[2] != query.shape[2]:
         raise ModelError(
-            f"{PACKED} computes plain causal attention of packed sequences, found {', '.join(unknown) or 'a mask or a cache'}. "
+            f"{PACKED} computes only causal attention of packed sequences, without {', '.join(unknown) or 'mask or cache'}. "
             "Set ulysses_sequence_parallel_size=1."
         )
     ends = find_layout(None, position_ids, (1, query.shape[2])).cu_seqlens.tolist()
     longest = max(b - a for a, b in itertools.pairwise(ends))
     if sliding_window is not None and longest > sliding_window:
         raise ModelError(
-            f"{PACKED} has no sliding window, found one of {sliding_window} and a sequence of {longest}. "
+            f"{PACKED} has no sliding window, but the model has one of {sliding_window}, and a sequence has {longest} tokens. "
             "Set ulysses_sequence_parallel_size=1."
         )
     causal = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True)
@@ -159,10 +159,10 @@ def exact_attention(
     B, H, T, D = query.shape
     if key.shape[2] != T:
         raise ModelError(
-            f"{NAME} computes whole sequences, found {T} queries and {key.shape[2]} keys of a cache. Pass use_cache=False."
+            f"{NAME} computes whole sequences, but got {T} queries and {key.shape[2]} keys of a cache. Pass use_cache=False."
         )
     if dropout:
-        raise ModelError(f"{NAME} has no dropout, found attention dropout {dropout}")
+        raise ModelError(f"{NAME} has no dropout, but the model asks for {dropout:g}. Set attention_dropout=0.")
     layout = batch_layout(attention_mask, kwargs.get("position_ids"), (B, T))
     q, k, v = (t.transpose(1, 2).reshape(B * T, -1, t.shape[-1]) for t in (query, key, value))
     if layout.places is not None:

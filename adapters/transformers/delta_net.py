@@ -67,7 +67,7 @@ class ExactDeltaNet:
         positions, but the boundaries of a packed row, ``cu_seqlens`` [R + 1].
         """
         if cache_params is not None and cache_params.has_previous_state(self.layer_idx):
-            raise ModelError("align='exact' computes whole sequences, found a cache of states. Pass use_cache=False.")
+            raise ModelError("align='exact' computes whole sequences, but got a cache of states. Pass use_cache=False.")
         B, T, _ = hidden_states.shape
         if cu_seqlens is not None:
             layout = Layout(None, cu_seqlens.to(torch.int32))

@@ -116,7 +116,7 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
         if experts_of(layer) is not None:
             continue
         if type(layer) not in (Fp8Linear, Fp8LoraLinear):
-            raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
+            raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can leave FP8. Unset guard_sqnr.")
         weight = getattr(layer.weight, "_local_tensor", layer.weight)
         if isinstance(weight, (Fp8Shard, Fp8Gathered)):
             required, found = "a weight that FSDP2 gathers in BF16", "one that FSDP2 gathers as FP8 bytes"
@@ -260,7 +260,7 @@ def _check_exact(model: Any) -> dict[str, type]:
             raise ModelError(explain(f'align="exact" of {name}', required=required, found=found, fix=fix))
     _require_registered(ALL_ATTENTION_FUNCTIONS.valid_keys(), NAME, "attention")
     if not isinstance(getattr(model, "lm_head", None), nn.Linear):
-        raise ModelError(f"{type(model).__name__} has no lm_head: exact mode prepares causal language models")
+        raise ModelError(f"{type(model).__name__} has no lm_head, which exact mode needs. Use align='linear'.")
     return kinds
 
 

@@ -173,7 +173,7 @@ def async_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     for section in (PROGRAM, COLOCATED, SEPARATE):
         for path, value in leaves(section, select(section)):
             if path not in known:
-                what, required = f"{named(path)} with precision={config.precision!r}", "a setting of a supported verl"
+                what, required = f"{named(path)} with precision={config.precision!r}", "a setting that verl 0.9 has"
                 yield ConfigError(explain(what, required=required, found=repr(value), fix=f"remove it, or use {UNQUANTIZED}"))
 
 

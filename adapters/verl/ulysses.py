@@ -104,7 +104,7 @@ def model_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
         shared = getattr(text, "num_key_value_heads", None) or heads
         if heads % size or (shared % size and size % shared):
             required = "a divisor of the query heads, and a divisor or multiple of the key/value heads"
-            found = f"{heads} and {shared} heads"
+            found = f"{heads} query and {shared} key/value heads"
             yield ModelError(explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size"))
 
 

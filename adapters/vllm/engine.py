@@ -238,8 +238,8 @@ def _check_rotary(model: Any) -> None:
         return
     original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
     if model.max_model_len > original:
-        required = f"max_model_len of at most {original}: above it vLLM has one set of angles for every sequence, transformers "
-        required += f"another one in batches with a sequence longer than {original} tokens"
+        required = f"max_model_len of at most {original} (above it vLLM uses one set of angles for every sequence; "
+        required += "in transformers they depend on the longest sequence of the batch)"
         fix = "shorten prompts and responses, or use another model"
         what = f"rope type {kind!r} with a quantized rollout"
         raise ModelError(explain(what, required=required, found=str(model.max_model_len), fix=fix))

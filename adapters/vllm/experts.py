@@ -242,7 +242,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """Choose the GEMM. Raise ModelError before serving if a row depends on its batch here, or a matrix is missing."""
         missing, every = self.missing(), len(self._kinds) * len(_SHARDS) * len(self.held)
         if 0 < len(missing) < every:  # if all are missing, these are dummy weights that a sync replaces
-            found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
+            found, fix = f"{every - len(missing)}, without {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
         backend = self.format.backend(layer.w2_weight.device)
         if self.plain is not None:
@@ -367,7 +367,7 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
         raise ModelError(
             explain(
                 f"the experts of {layer.layer_name}",
-                required="SiLU, a router that takes the largest of a softmax, or of a sigmoid with a bias, and experts in order "
+                required="SiLU, a router that picks the top experts by softmax, or by sigmoid with a bias, and experts in order "
                 "over the ranks of one engine",
                 found=", ".join(found),
                 fix=f"turn it off, use another model, or {UNQUANTIZED}",

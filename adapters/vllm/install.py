@@ -257,7 +257,8 @@ class VllmInstaller:
         ]
         missing += [name for _, method in experts for name in method.missing()]
         if missing:
-            raise SyncError(f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}")
+            left = f"{len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}"
+            raise SyncError(f"the weight sync left {left}. Use the same model and versions on both sides.")
         absorb(self.model)
         now = _addresses(self.model)
         moved = [name for name, address in self._captured.items() if now.get(name) != address]

@@ -133,8 +133,8 @@ class JetrlQuantConfig(QuantizationConfig):
         session.require_active("the vLLM worker", self.config)
         if self.get_name() not in quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG:  # see ``fill``
             raise NotPatchedError(
-                f"this vLLM worker (pid {os.getpid()}) has quantization={self.get_name()!r} but not the ops for it; "
-                f"include jetrl_patch in VLLM_PLUGINS"
+                f"this vLLM worker (pid {os.getpid()}) has quantization={self.get_name()!r} but not the ops for it. "
+                "Include jetrl_patch in VLLM_PLUGINS."
             )
 
     def is_quantized(self, name: str) -> bool:

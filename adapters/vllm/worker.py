@@ -189,8 +189,7 @@ def attach(worker: Any, config: Config) -> None:
         if not layers:
             raise NotPatchedError(
                 f"precision={config.precision!r} quantizes the rollout's linears, but this vLLM worker (pid {os.getpid()}) has "
-                f"none: no patched process built its engine with EngineArgs.create_engine_config; "
-                f"call jetrl_patch.enable() before the engine is built"
+                "no quantized ones, because an unpatched process built its engine. Call jetrl_patch.enable() before that."
             )
         _finish_quantized(worker, model, config)
         own = config.format.own_product if config.format is not None else ""

@@ -254,7 +254,7 @@ def require_row_equality(
         verdict = trial()
     if not verdict.ok:
         what, fix = f"backend={backend.name!r} in a rollout", _OTHERWISE[backend.name == "triton"]
-        required = f"rows that do not depend on the batch nor on N, for weights {list(shape)}"
+        required = f"rows that depend neither on the batch nor on N, for weights {list(shape)}"
         raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
     _PROVEN.add(key)
     return True

@@ -207,7 +207,7 @@ def unswap(module: nn.Module) -> None:
 # ---- Check whether exact mode covers a model, from the record of its family ----------------------
 
 _ROPE_TYPES = ("default", "llama3", "linear", "yarn")
-_WAY_OUT = 'use align="linear" (shared FP8 linears, a small mismatch), or precision="bf16"'
+_WAY_OUT = 'use align="linear" (only the FP8 linears are the same), or precision="bf16"'
 
 
 def check_family(hf_config: Any) -> Family:

@@ -303,7 +303,7 @@ ROWS = "rows that do not depend on the batch"
 
 def _require(device: torch.device, name: str, required: str, verdict: Verdict) -> None:
     if not verdict.ok:
-        what, fix = f"align='exact' on {device}, {name}", "use align='linear' (shared FP8 linears, a small mismatch)"
+        what, fix = f"align='exact' on {device}, {name}", "use align='linear' (only the FP8 linears are the same)"
         raise ModelError(explain(what, required=required, found=verdict.found, fix=fix))
 
 

@@ -211,7 +211,7 @@ class Received(Base):
         """Begin a sync over the manifest's base. Raises SyncError if it is another one than this."""
         if base and base != self.identity:
             found = self.identity or "none in this engine, which restarted or failed in a sync"
-            fix = "sync again: everything is sent then"
+            fix = "sync again, which sends everything"
             raise SyncError(explain("the base of a delta sync", required=base, found=found, fix=fix))
         self._against, self.identity = base, ""
 

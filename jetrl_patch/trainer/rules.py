@@ -172,8 +172,8 @@ def broken(
             continue
         value = select(rule.path)
         if (value is not None or rule.absent) and rule.bad(value):
-            what = f"{name(rule.path)} with {mode}"
-            yield rule.error(explain(what, required=rule.required, found=repr(value), fix=rule.fix))
+            fix = f"{rule.fix}, or use align='linear'" if rule.scope == "exact" else rule.fix
+            yield rule.error(explain(f"{name(rule.path)} with {mode}", required=rule.required, found=repr(value), fix=fix))
 
 
 def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
@@ -192,7 +192,7 @@ def adapter_problems(config: Config, used: str) -> Iterator[JetrlError]:
     }
     for name, why in reasons.items():
         if value := getattr(config, name):
-            required, fix = f"it unset ({why})", f"leave {name} unset"
+            required, fix = f"no {name} ({why})", f"leave {name} unset"
             yield ConfigError(explain(f"{name} with {used}", required=required, found=f"{value!r}", fix=fix))
 
 

@@ -50,3 +50,7 @@ def test_the_toy_run_of_the_ten_minutes_would_start(framework: str, tmp_path: Pa
     assert words == ten_minutes.arguments(framework, tmp_path)
     report = examine.examine({}, ["jetrl", framework, "--fp8-unified", *words])
     assert report.verdict == "a run would start", [check for check in report.checks if check.state == "problem"]
+    if framework == "verl":  # whose output the pages show
+        lines = examine._patches(report).splitlines()
+        assert all(line in (DOCS / "ten-minutes.md").read_text() for line in lines)
+        assert lines[0] in (DOCS / "launcher.md").read_text()

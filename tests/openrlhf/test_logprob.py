@@ -160,7 +160,7 @@ def test_turns_that_the_mask_would_join_are_refused(monkeypatch):
     process = applied(logprob.process_response, PATCHES, lambda self, response, **kwargs: response)
     apart, joined = ({"action_ranges": [(1, 3), (start, 6), (7, 9)]} for start in (4, 3))
     assert process(None, apart, max_len=9) is apart
-    with pytest.raises(ConfigError, match=r"found a turn that begins at token 3, where another ends\. Return a non-empty"):
+    with pytest.raises(ConfigError, match=r"a turn that begins at token 3, where the previous one ends\. Return a non-empty"):
         process(None, joined, max_len=9)
     monkeypatch.setattr(session, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
     assert process(None, joined) is joined

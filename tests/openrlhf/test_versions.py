@@ -141,7 +141,7 @@ def test_a_stale_engine_stops_the_sync_and_is_named():
     sync._compare([[answer]], EXACT)
     state.WORKER.version = 3
     with pytest.raises(
-        SyncError, match=r"pid 7 on n1\) is stale: it serves the weights of sync 0, and the last one was 3"
+        SyncError, match=r"pid 7 on n1\) is stale: it serves the weights of sync 0, but the last sync was 3"
     ):
         sync._compare([[{**answer, "version": 3}], [answer]], EXACT)
     sync._compare([[{**answer, "serves": False}]], EXACT)  # after a failed sync it has sampled nothing

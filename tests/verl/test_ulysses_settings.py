@@ -48,7 +48,7 @@ def test_the_settings_are_judged_where_verl_reads_them(base):
     with pytest.raises(ConfigError, match="required packed sequences"):
         settings.check(base(f"{SIZES[2]}=2", REFERENCE, f"{PADDED}=False"), EXACT)
     settings.check(base(f"{SIZES[2]}=2", f"{PADDED}=False"), EXACT)  # a run without a reference model
-    with pytest.raises(ModelError, match="found 4 and 2 heads"):
+    with pytest.raises(ModelError, match="found 4 query and 2 key/value heads"):
         settings.check(base(f"{SIZES[0]}=8"), EXACT)
 
 
@@ -62,7 +62,7 @@ def test_heads_that_the_ranks_can_share(heads, shared, fits):
         found = list(ulysses.model_problems({SIZES[0]: size}.get, hf_config))
         assert len(found) == (size not in fits) and all(isinstance(problem, ModelError) for problem in found)
         for problem in found:
-            assert re.search(rf"size={size}: required a divisor .*found {heads} and {shared} heads\. Choose", str(problem))
+            assert re.search(rf"={size}: required a divisor .*found {heads} query and {shared} key/value heads\. ", str(problem))
 
 
 def engine_of(size: int) -> SimpleNamespace:
@@ -127,7 +127,7 @@ def test_packed_attention_against_fp64():
 
 
 @pytest.mark.parametrize(
-    ("more", "message"), [({"softcap": 50.0}, "found softcap"), ({"sliding_window": 17}, "a sequence of 18")]
+    ("more", "message"), [({"softcap": 50.0}, "without softcap"), ({"sliding_window": 17}, "a sequence has 18 tokens")]
 )
 def test_packed_attention_computes_plain_attention_only(more, message):
     with pytest.raises(ModelError, match=message):

@@ -172,7 +172,7 @@ def test_asynchronous_programs_are_accepted_with_a_rollout_of_their_own(program:
     OmegaConf.update(verl_config, "async_training.invented_tomorrow", 1, force_add=True)
     for config in (EXACT, LINEAR, ROLLOUT):
         (problem,) = found(verl_config, config)
-        assert "async_training.invented_tomorrow" in problem and "required a setting of a supported verl, found 1" in problem
+        assert "async_training.invented_tomorrow" in problem and "required a setting that verl 0.9 has, found 1" in problem
     assert found(verl_config, BF16) == []
 
 

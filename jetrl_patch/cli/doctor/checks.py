@@ -116,7 +116,7 @@ def check_machine(config: Config, address: str = "") -> Iterator[Check]:
         return
     ok, found = machine.check_torch()
     if not ok:
-        yield Check("device", "problem", found, "install torch anew, in a build for this machine")
+        yield Check("device", "problem", found, "reinstall torch, in a build for this machine")
         return
     on_cpu = registry.platform().is_cpu_run(config)
     device = _device(config, on_cpu, address)

@@ -151,7 +151,7 @@ def _gpus(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str, str]
     """Compare Ray's placement with the GPUs here. A CPU run places its processes by logical GPUs."""
     total = sum(pool.per_node * pool.nodes for pool in needs.pools)
     asked = ", ".join(f"{setting}={each} on {nodes} node{'s' * (nodes != 1)}" for setting, each, nodes in needs.pools)
-    required = f"{total} {'logical GPUs' if on_cpu else 'GPUs'} required ({asked})"
+    required = f"{total} {'logical ' * on_cpu}GPU{'s' * (total != 1)} required ({asked})"
     address = needs.cluster.path or environ.get("RAY_ADDRESS", "")
     if address not in ("", "local"):
         return Check("GPUs", "unknown", f"{required}; the Ray cluster at {address} was not asked", "ask it with `ray status`")

@@ -69,12 +69,12 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         check_target(Path(target), folder=False)  # measuring takes minutes
     images = check_model(options.model, [] if options.explain else configs, options.tp)
     if images and options.explain:
-        raise ModelError(f"--explain compares trainers of a text model, and {options.model} has a vision tower. Run without it.")
+        raise ModelError(f"--explain compares trainers of a text model, and {options.model} has a vision tower. Drop --explain.")
     if options.explain:
         try:
             check_model(options.model, configs, options.tp)
         except ModelError as error:
-            raise ModelError(f"--explain compares trainers with an exact rollout. {error} Both run without --explain.") from None
+            raise ModelError(f"--explain compares trainers with an exact rollout. {error} Then drop --explain.") from None
     names = ("model", "cost", "explain", "tp", "batch", "tokens", "length", "temperature", "seed", "prompts", "prompt_tokens")
     shared: dict[str, Any] = {name: getattr(options, name) for name in names} | {"engine": _engine(options.engine)}
     jobs = [Job(config=STOCK[name].config(), stock=name, **shared) for name in stock]
@@ -99,8 +99,7 @@ def _check_explain(options: argparse.Namespace) -> None:
     given = {"--precision": options.precision, "--align": options.align, "--stock": stock, "--cost": options.cost}
     if other := [name for name, value in given.items() if value]:
         raise ConfigError(
-            f"--explain samples from an exact rollout and measures trainers between stock and exact, found {', '.join(other)}. "
-            "Run it without them."
+            f"--explain chooses its own modes: an exact rollout, and trainers between stock and exact. Drop {', '.join(other)}."
         )
     if options.picture and not is_installed("matplotlib"):
         raise JetrlError("--picture needs matplotlib, which is not installed. Run pip install matplotlib.")
