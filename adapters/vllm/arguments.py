@@ -132,7 +132,7 @@ def argument_problems(
         what = f"{name(argument)} with {mode}"
         rule = _VALUES.get(plain)
         if rule is None:
-            required = "an engine argument that is known to leave the computation and the weights alone"
+            required = "an engine argument known to change neither results nor weights"
             yield ConfigError(explain(what, required=required, found=_short(value), fix="remove it"))
         elif rule.bad(value, config, rollout_tp):
             yield ConfigError(explain(what, required=rule.required, found=_short(value), fix=rule.fix))

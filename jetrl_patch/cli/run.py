@@ -151,7 +151,7 @@ def _wanted(launch: Launch) -> bool:
         if environment.switched_off():
             required = f"precision {launch.overrides['precision']}"
             found = f"{environment.SWITCH}=0 in the environment, which disables the plugin"
-            raise ConfigError(explain("jetrl", required=required, found=found, fix="drop one of the two"))
+            raise ConfigError(explain("the command line", required=required, found=found, fix="drop one of the two"))
         return True
     if not environment.switched_off():
         environment.check_names()
@@ -160,7 +160,7 @@ def _wanted(launch: Launch) -> bool:
     if launch.overrides:
         required = ", ".join(f"{name}={value!r}" for name, value in launch.overrides.items())
         found, fix = "no precision, so nothing would be patched", "add --fp8-unified or --precision NAME"
-        raise ConfigError(explain("jetrl", required=required, found=found, fix=fix))
+        raise ConfigError(explain("the command line", required=required, found=found, fix=fix))
     return False
 
 

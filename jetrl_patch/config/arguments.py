@@ -75,7 +75,7 @@ class _Settings:
         """Record a setting. Raises ConfigError if an earlier option gave it another value."""
         if name in self.values and self.values[name] != value:
             found = f"{self._sources[name]} and {source}"
-            raise ConfigError(explain("jetrl", required=f"one {name}", found=found, fix="drop one of the two"))
+            raise ConfigError(explain("the command line", required=f"one {name}", found=found, fix="drop one of the two"))
         self.values[name] = value
         self._sources[name] = source
 

@@ -55,9 +55,9 @@ def test_a_mixture_has_a_router(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--explain", "--precision", "bf16"], "found --precision. Run it without"),
-        (["--explain", "--align", "linear", "--cost"], "found --align, --cost"),
-        (["--explain", "--stock"], "found --stock"),
+        (["--explain", "--precision", "bf16"], r"Drop --precision\."),
+        (["--explain", "--align", "linear", "--cost"], "Drop --align, --cost"),
+        (["--explain", "--stock"], "Drop --stock"),
         (["--picture", "a.png"], "Add --explain"),
     ],
 )

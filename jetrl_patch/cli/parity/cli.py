@@ -74,7 +74,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         try:
             check_model(options.model, configs, options.tp)
         except ModelError as error:
-            raise ModelError(f"--explain compares trainers with an exact rollout. {error} Then drop --explain.") from None
+            raise ModelError(f"--explain compares trainers with an exact rollout. {error} Then run without --explain.") from None
     names = ("model", "cost", "explain", "tp", "batch", "tokens", "length", "temperature", "seed", "prompts", "prompt_tokens")
     shared: dict[str, Any] = {name: getattr(options, name) for name in names} | {"engine": _engine(options.engine)}
     jobs = [Job(config=STOCK[name].config(), stock=name, **shared) for name in stock]
