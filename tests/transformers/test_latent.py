@@ -113,7 +113,7 @@ def test_exact_mode_refuses_what_its_attention_does_not_compute(tmp_path: Path) 
     prepare_model(model, Config(precision="fp8-unified").resolved())
     ids = torch.arange(3, 13)[None]
     cache = model(input_ids=ids, use_cache=True).past_key_values  # of the latents, filled in one step
-    with pytest.raises(ModelError, match="found 1 queries and 11 keys of a cache"):
+    with pytest.raises(ModelError, match="got 1 queries and 11 keys of a cache"):
         model(input_ids=ids[:, :1], past_key_values=cache)
 
 

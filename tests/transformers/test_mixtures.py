@@ -64,7 +64,7 @@ def test_a_delta_net_leaves_a_cache_empty_and_refuses_one_with_states():
     ids = sequences(model)[1][None]
     found = model(input_ids=ids, use_cache=True)  # OpenRLHF's forward pass without gradients
     assert torch.equal(found.logits, model(input_ids=ids, use_cache=False).logits)
-    with pytest.raises(ModelError, match="found 1 queries and 18 keys of a cache"):
+    with pytest.raises(ModelError, match="got 1 queries and 18 keys of a cache"):
         model(input_ids=ids[:, :1], past_key_values=found.past_key_values)
     jetrl_patch.disable()
     states = made("qwen3_5_moe")(input_ids=ids, use_cache=True).past_key_values
