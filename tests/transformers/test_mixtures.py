@@ -68,7 +68,7 @@ def test_a_delta_net_leaves_a_cache_empty_and_refuses_one_with_states():
         model(input_ids=ids[:, :1], past_key_values=found.past_key_values)
     jetrl_patch.disable()
     states = made("qwen3_5_moe")(input_ids=ids, use_cache=True).past_key_values
-    with pytest.raises(ModelError, match=r"found a cache of states\. Pass use_cache=False"):
+    with pytest.raises(ModelError, match=r"got a cache of states\. Pass use_cache=False"):
         model(input_ids=ids[:, :1], past_key_values=states)
 
 
