@@ -329,11 +329,10 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
     transport = _transport(worker, use_shm, timeout, receiver.held())
     try:
         transport.receive_weights(on_bucket_received=lambda weights, is_last: receiver.on_bucket(weights))
-    except zmq.Again as error:
-        text = f"the trainer sent nothing for {timeout:g} s during a weight sync. Check the trainer's log."
-        raise receiver.abort(text) from error
+    except zmq.Again:
+        receiver.break_off(f"the trainer sent nothing for {timeout:g} s during a weight sync. Check the trainer's log.")
     except Exception as error:
-        raise receiver.abort(f"the weight transfer broke off: {type(error).__name__}: {error}") from error
+        receiver.break_off(f"the weight transfer broke off: {type(error).__name__}: {error}")
     report: dict[str, int] = receiver.finish()
     return report
 

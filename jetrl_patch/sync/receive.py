@@ -211,17 +211,16 @@ class Receiver:
         """The identity of the base for a delta sync; empty if there is none."""
         return "" if self.base is None else self.base.identity
 
-    def abort(self, reason: str) -> SyncError:
-        """Drop a sync whose transfer failed. What has arrived is never served. Returns the error to raise."""
-        error = SyncError(reason)
-        self._fail(error)
-        self.error, self._sync = None, None
-        return error
+    def break_off(self, reason: str) -> None:
+        """Fail a sync whose transfer broke on this rank: ``finish`` then raises on every rank."""
+        if self.error is None:
+            self._fail(SyncError(reason))
 
     def restart(self) -> None:
         """Drop the rest of an unfinished sync, so the next one does not report its error."""
         if self._sync is not None or self.error is not None:
-            self.abort("the trainer gave up the weight sync")
+            self.break_off("the trainer gave up the weight sync")
+            self.error, self._sync = None, None
 
     def check_serving(self) -> None:
         """Raise SyncError unless the weights in memory come from one complete sync."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -86,3 +87,21 @@ class Engine:
         row0 = self.rank * rows if "q_proj" in name else 0
         col0 = self.rank * cols if "down_proj" in name else 0
         return Rect(name, row0, row0 + rows, col0, col0 + cols, digest(tensor, row0, col0))
+
+
+class Ranks:
+    """gather() of two ranks in two threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.slots = [None, None]
+
+    def gather(self, rank):
+        def exchange(mine):
+            self.slots[rank] = mine
+            self.barrier.wait()
+            both = list(self.slots)
+            self.barrier.wait()
+            return both
+
+        return exchange

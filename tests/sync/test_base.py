@@ -227,7 +227,7 @@ def test_an_aborted_sync_takes_the_base_away():
     trainer.update()
     trainer.base.offer(receiver.held())
     receiver.on_bucket(list(_stream(trainer.weights, SyncStats(), trainer.base))[:2])
-    receiver.abort("the transfer broke off")
+    receiver.restart()
     assert receiver.held() == ""
     assert not is_delta(trainer.sync(receiver)) and same_as_full(receiver, trainer)
 
@@ -241,7 +241,7 @@ def test_a_stream_that_breaks_takes_the_base_away():
         trainer.sync(receiver)
     trainer.weights[Q] = whole
     assert trainer.base.identity == ""
-    receiver.abort("the trainer broke off")
+    receiver.restart()
     assert not is_delta(trainer.sync(receiver)) and same_as_full(receiver, trainer)
 
 

@@ -12,7 +12,7 @@ from jetrl_patch.sync.digest import digest
 from jetrl_patch.sync.protocol import COMMIT, MANIFEST, PROTOCOL, Manifest, encode_json
 from jetrl_patch.sync.receive import Receiver, State
 from jetrl_patch.sync.send import SyncStats, quantized_stream
-from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, weights
+from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, Ranks, weights
 
 Q = "layers.0.self_attn.q_proj.weight"
 
@@ -192,12 +192,14 @@ def test_what_comes_after_a_failure_is_read_and_dropped():
     assert engine.tensors == {}
 
 
-def test_abort_of_a_broken_transfer():
+def test_a_broken_transfer():
     engine = Engine()
     receiver = Receiver(engine, TERMS)
     receiver.on_bucket(_sent()[:2])
-    error = receiver.abort("the transfer broke")
-    assert isinstance(error, SyncError) and receiver.state is State.FAILED and engine.poisoned == 2
+    receiver.break_off("the transfer broke")
+    assert receiver.state is State.FAILED and engine.poisoned == 2
+    with pytest.raises(SyncError, match="the transfer broke"):
+        receiver.finish()
 
 
 def test_bf16_that_the_rollout_quantizes_itself():
@@ -209,26 +211,8 @@ def test_bf16_that_the_rollout_quantizes_itself():
     _fails(_sent(terms=terms)[:2], match="ended before", terms=terms)
 
 
-class _Ranks:
-    """gather() of two ranks in two threads."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=500)
-        self.slots = [None, None]
-
-    def gather(self, rank):
-        def exchange(mine):
-            self.slots[rank] = mine
-            self.barrier.wait()
-            both = list(self.slots)
-            self.barrier.wait()
-            return both
-
-        return exchange
-
-
 def _two_ranks(streams, prepare=lambda engines: None):
-    ranks = _Ranks()
+    ranks = Ranks()
     engines = [Engine(0, 2), Engine(1, 2)]
     prepare(engines)
     receivers = [Receiver(engines[r], TERMS, ranks.gather(r)) for r in range(2)]

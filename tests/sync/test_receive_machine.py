@@ -101,7 +101,7 @@ class Syncs(RuleBasedStateMachine):
 
     @rule()
     def the_transfer_breaks(self) -> None:
-        self.receiver.abort("the transfer broke")
+        self.receiver.break_off("the transfer broke")
 
     @rule()
     def the_sync_ends(self) -> None:
@@ -116,6 +116,7 @@ class Syncs(RuleBasedStateMachine):
     @rule(version=st.integers(0, VERSIONS - 1))
     def an_undisturbed_sync_heals(self, version: int) -> None:
         self.the_transfer_breaks()
+        self.the_sync_ends()
         self.messages_arrive(version, [], 3)
         self.the_sync_ends()
         assert self.served == memory(version) and self.receiver.state is State.SERVING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from jetrl_patch import session
@@ -10,6 +12,9 @@ from jetrl_patch.adapters.verl.state import WorkerState
 from jetrl_patch.adapters.verl.transport import own
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError
+from jetrl_patch.sync.receive import Receiver
+from jetrl_patch.sync.send import SyncStats, quantized_stream
+from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, Ranks, weights
 
 MINE = Config().resolved()
 
@@ -26,9 +31,11 @@ class Transport:
             raise self.error
 
 
-class Receiver:
+class Counter:
+    """A receiver that only counts."""
+
     def __init__(self):
-        self.got = []
+        self.got, self.broken = [], None
 
     def on_bucket(self, weights):
         self.got += weights
@@ -37,15 +44,17 @@ class Receiver:
         return ""
 
     def finish(self):
+        if self.broken:
+            raise SyncError(self.broken)
         return {"tensors": len(self.got)}
 
-    def abort(self, reason):
-        return SyncError(reason)
+    def break_off(self, reason):
+        self.broken = reason
 
 
 class Worker:
-    def __init__(self):
-        self.jetrl_receiver = Receiver()
+    def __init__(self, receiver=None):
+        self.jetrl_receiver = receiver or Counter()
 
     def _get_zmq_handle(self):
         return "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
@@ -87,6 +96,20 @@ def test_silence_and_breaks_are_sync_errors(call):
         call(Transport([], zmq.Again()), jetrl=MINE.to_env())
     with pytest.raises(SyncError, match="broke off: BufferError"):
         call(Transport([], BufferError()), jetrl=MINE.to_env())
+
+
+def test_a_transfer_that_breaks_on_one_rank_is_an_error_on_both(monkeypatch):
+    """The executor reads the answer of rank 0 first, and rank 0 has received everything."""
+    ranks = Ranks()
+    workers = [Worker(Receiver(Engine(rank, 2), TERMS, ranks.gather(rank))) for rank in range(2)]
+    stream = list(quantized_stream(iter(weights().items()), terms=TERMS, layers=LAYERS, shapes=SHAPES, stats=SyncStats()))
+    arriving = dict(zip(workers, (Transport([stream]), Transport([stream[:3]], BufferError("gone"))), strict=True))
+    monkeypatch.setattr(transport, "_transport", lambda worker, *_: arriving[worker])
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(transport._receive, worker, True, 300.0) for worker in workers]
+    for answer in answers:
+        with pytest.raises(SyncError, match="the weight transfer broke off: BufferError: gone"):
+            answer.result()
 
 
 def test_bf16_is_verls_own(call, monkeypatch):
