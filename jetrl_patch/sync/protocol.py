@@ -6,6 +6,7 @@ Both are JSON in a uint8 tensor and travel as ordinary ``(name, tensor)`` pairs 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -245,20 +246,19 @@ def silent(who: str, timeout: float) -> SyncError:
     )
 
 
-_KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "ModelError", "SyncError")
+#: how a text quotes an error: the name of its class, and its message up to the end of the line
+_QUOTED = re.compile(rf"\b({'|'.join(name for name in errors.__all__ if name.endswith('Error'))}): (.*)")
 
 
 def as_sync_error(error: BaseException) -> JetrlError:
-    """The ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
+    """The last ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
     if isinstance(error, JetrlError):  # Ray raises an error of the same class again, with the remote traceback as its text
         cause = getattr(error, "cause", None)
         return cause if isinstance(cause, JetrlError) else error
     text = str(error)
-    for name in _KINDS:
-        marker = f"{name}: "
-        if marker in text:
-            message = text.rsplit(marker, 1)[1].splitlines()[0].strip("\"')")
-            kind: type[JetrlError] = getattr(errors, name)
-            return kind(message)
+    if quoted := _QUOTED.findall(text):
+        name, message = quoted[-1]
+        kind: type[JetrlError] = getattr(errors, name)
+        return kind(message.strip("\"')"))
     last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
     return SyncError(f"the vLLM worker failed or died during a weight sync: {type(error).__name__}: {last}")

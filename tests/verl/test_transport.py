@@ -14,8 +14,11 @@ import textwrap
 import pytest
 import torch
 
+from jetrl_patch import errors
 from jetrl_patch.adapters.verl.transport import Ahead, WatchedSocket, as_sync_error, ending_early
-from jetrl_patch.errors import AuditError, ConfigError, ConflictError, ModelError, NotPatchedError, SyncError
+from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+
+KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
 
 PRELUDE = """
 import asyncio, multiprocessing, os, sys, time, uuid
@@ -184,7 +187,8 @@ def test_a_receiver_without_a_sender_gives_up():
         ),
         ("Worker failed with error 'AuditError: layers differ'", AuditError, "layers differ"),
         ("x\njetrl_patch.errors.SyncError: w missing\nmore", SyncError, "w missing"),
-        *((f"RuntimeError: {kind.__name__}: why\nmore", kind, "why") for kind in (ConflictError, ConfigError, ModelError)),
+        *((f"RuntimeError: {kind.__name__}: why\nmore", kind, "why") for kind in KINDS),
+        ("VersionError: a\nThe above exception was the cause of:\nSyncError: the engine: ModelError: b", SyncError, "the engine"),
         ("EngineDeadError", SyncError, "died during a weight sync"),
         ("", SyncError, "died during a weight sync"),
     ],
