@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -273,9 +272,8 @@ class VllmInstaller:
         """Return digests of this rank's memory, under Hugging Face's names and coordinates.
 
         They cover quantized weights, their scales, layers and experts that the guard moved to BF16, and the tensors in ``plain``
-        that are held as they were sent. Raises SyncError if the engine sleeps.
+        that are held as they were sent.
         """
-        require_awake()
         pieces = Pieces()
         add_plain(pieces, self.model, plain)
         for layer, method in quantized_modules(self.model):
@@ -291,18 +289,6 @@ class VllmInstaller:
             for shard, rows in _rows(layer, names):
                 _add_weight(pieces, shard, layer.weight.data[rows])
         return pieces.read()
-
-
-def require_awake() -> None:
-    """Raise SyncError if vLLM's sleep mode has taken the weights out of the GPU's memory: reading them would end the process.
-
-    vLLM 0.24 does not record a sleep of level 2, which drops the weights.
-    """
-    pool: Any = CuMemAllocator.instance
-    held = () if pool is None else pool.pointer_to_data.values()
-    if any(data.tag == "weights" and getattr(data, "is_asleep", data.cpu_backup_tensor is not None) for data in held):
-        what, fix = "digests of the engine's weights", 'call wake_up(tags=["weights"]) first, or report without digests'
-        raise SyncError(explain(what, required="weights in the GPU's memory", found="an engine that sleeps", fix=fix))
 
 
 def _rows(layer: LinearBase, names: list[str]) -> Iterator[tuple[Shard, slice]]:

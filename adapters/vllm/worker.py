@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
@@ -25,7 +26,7 @@ from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
 from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactRowParallelLinear, choose_sum, gathered
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError, NotPatchedError, explain
+from jetrl_patch.errors import ModelError, NotPatchedError, SyncError, explain
 from jetrl_patch.exact import trial
 from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.exact.modules import ExactMLP, ExactRotary, ExactScores, swap
@@ -230,6 +231,16 @@ def _finish_quantized(worker: Any, model: nn.Module, config: Config) -> None:
     warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
 
 
+def require_awake(worker: Any) -> None:
+    """Raise SyncError if vLLM's sleep mode has taken the weights out of the GPU's memory: reading them would end the process."""
+    pool: Any = CuMemAllocator.instance
+    held = () if pool is None else pool.pointer_to_data.values()
+    copied = any(data.tag == "weights" and data.cpu_backup_tensor is not None for data in held)  # level 1
+    if copied or worker._sleep_saved_buffers:  # level 2 drops the weights, and saves only buffers
+        what, fix = "digests of the engine's weights", 'call wake_up(tags=["weights"]) first, or report without digests'
+        raise SyncError(explain(what, required="weights in the GPU's memory", found="an engine that sleeps", fix=fix))
+
+
 def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
     """Report the state of this worker in plain types: ``llm.collective_rpc("jetrl_report")``.
 
@@ -241,6 +252,8 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
 
     Raises SyncError for ``digests`` of an engine that sleeps.
     """
+    if digests:
+        require_awake(worker)
     receiver = worker.jetrl_receiver
     status = session.status()
     return {

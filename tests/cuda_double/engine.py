@@ -186,6 +186,7 @@ def run(family: str, plugin: dict[str, Any], engine: dict[str, Any], purpose: st
             if turn < syncs:
                 if sleeps:  # in verl's order on GPUs that trainer and engine share
                     llm.sleep(level=2)
+                    need(refuses_digests(worker), "digests of an engine that sleeps")
                     llm.wake_up(tags=["weights"])
                 found["synced"] = sync(worker, model, source)
                 if sleeps:
@@ -196,6 +197,13 @@ def run(family: str, plugin: dict[str, Any], engine: dict[str, Any], purpose: st
             peers.compare()
             need(all(other == found for other in peers.everybody(found)), "the ranks differ")
     return found
+
+
+def refuses_digests(worker: Any) -> bool:
+    try:
+        return not worker.jetrl_report()
+    except jetrl_patch.SyncError:
+        return True
 
 
 def main(cases: Cases) -> None:

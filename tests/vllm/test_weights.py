@@ -249,18 +249,18 @@ def test_dummy_weights_load(checkpoint: Callable[..., str], engine: Callable[...
 
 
 def test_no_digests_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading memory that is unmapped would end the process. vLLM 0.24 records only what a sleep has copied to the host."""
+    """Reading memory that is unmapped would end the process. vLLM 0.24 records a sleep of level 2 only in the worker."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    from jetrl_patch.adapters.vllm.install import VllmInstaller
+    from jetrl_patch.adapters.vllm.worker import require_awake
 
-    installer, held = VllmInstaller(torch.nn.Linear(4, 4)), SimpleNamespace(tag="weights", cpu_backup_tensor=None)
-    kv_cache = SimpleNamespace(tag="kv_cache", cpu_backup_tensor=None, is_asleep=True)
-    monkeypatch.setattr(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data={1: kv_cache, 2: held}))
-    for state in ({"is_asleep": True}, {"cpu_backup_tensor": torch.zeros(1)}):
-        assert installer.installed() == []
-        asleep = SimpleNamespace(**{**vars(held), **state})
-        monkeypatch.setattr(CuMemAllocator.instance, "pointer_to_data", {1: kv_cache, 2: asleep})
+    def sleeps(backup: Any = None, buffers: Any = ()) -> None:
+        kv_cache, weights = (SimpleNamespace(tag=tag, cpu_backup_tensor=None) for tag in ("kv_cache", "weights"))
+        weights.cpu_backup_tensor = backup
+        monkeypatch.setattr(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data={1: kv_cache, 2: weights}))
+        require_awake(SimpleNamespace(_sleep_saved_buffers=dict(buffers)))
+
+    sleeps()
+    for found in ({"backup": torch.zeros(1)}, {"buffers": {"rotary": torch.zeros(1)}}):
         with pytest.raises(SyncError, match=r"found an engine that sleeps. .*wake_up\(tags=\[\"weights\"\]\)"):
-            installer.installed()
-        monkeypatch.setattr(CuMemAllocator.instance, "pointer_to_data", {1: kv_cache, 2: held})
+            sleeps(**found)
