@@ -193,8 +193,8 @@ class Rollout(Protocol):
     def sample(self, job: Job, progress: Progress, /) -> Sampled:
         """Sampled tokens with the log-probs that the engine gave them."""
 
-    def kv_cache_error(self, exact: bool, /) -> JetrlError | None:
-        """The error for a machine without an FP8 KV cache, in exact mode or outside; None if it has one."""
+    def check_kv_cache(self, exact: bool, /) -> None:
+        """Raise a JetrlError on a machine without an FP8 KV cache, in exact mode or outside."""
 
     def routes_error(self, what: str, /) -> JetrlError | None:
         """The error about the setting ``what`` if the engine cannot return the chosen experts; None if it can."""

@@ -21,7 +21,7 @@ from jetrl_patch.models.structure import expert_sizes, is_vision_language, requi
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.precision import at_smallest, scales_loss
-from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, say_share
 from jetrl_patch.trainer.rules import (
     MARK,
     OPTIMIZER_MODULE,
@@ -35,6 +35,7 @@ from jetrl_patch.trainer.rules import (
     other_than,
     positive,
     raised,
+    route_setting,
     temperature,
 )
 
@@ -111,9 +112,7 @@ def precision_problems(select: Callable[[str], Any], config: Config) -> Iterator
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, argument)
     if config.kv_cache == "fp8":
-        error = registry.rollout().kv_cache_error(config.exact)
-        if error is not None:
-            yield error
+        yield from raised(lambda: registry.rollout().check_kv_cache(config.exact))
 
 
 def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
@@ -249,11 +248,8 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         trains = "OpenRLHF, which trains with DeepSpeed"
         yield ConfigError(explain("fp8_all_gather=True", required="FSDP2", found=trains, fix="set fp8_all_gather=False"))
     if config.returns_routes:
-        what, off = "measure_routes=True", "measure_routes=False"
-        if config.router_replay != "none":
-            what, off = f"router_replay={config.router_replay!r}", "router_replay='none'"
         required, runs = "verl, whose samples contain the rollout's routes", "OpenRLHF, whose samples do not"
-        yield ConfigError(explain(what, required=required, found=runs, fix=f"set {off}"))
+        yield ConfigError(explain(route_setting(config), required=required, found=runs, fix="turn routes off"))
     yield from startup.abandoned()
     rules, select = RULES, functools.partial(_get, args)
     if config.optimizer_states != "fp32":
@@ -265,9 +261,8 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from lora_problems(select, config)
     yield from correction.problems(args, config)
     yield from checkpoint.problems(select, config)
-    found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
-    yield from found
-    hf_config = None if found else read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
+    # trust_remote_code, as OpenRLHF loads every model
+    hf_config = yield from checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True)
     if hf_config is not None:
         yield from model_problems(args, hf_config, config)
 

@@ -99,9 +99,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         yield from broken(HEAD_RULES + (() if config.exact else FUSED_RULES), select, config, named)
     if config.kv_cache == "fp8":
         yield from broken(KV_RULES, select, config, named, "kv_cache='fp8'")
-        error = registry.rollout().kv_cache_error(config.exact)
-        if error is not None:
-            yield error
+        yield from raised(lambda: registry.rollout().check_kv_cache(config.exact))
 
 
 def wanted(config: Config) -> dict[str, Any]:

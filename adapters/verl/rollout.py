@@ -16,7 +16,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.preflight import needed_ep
-from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
+from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive, route_setting
 
 # ---- The ranks over which an engine splits the model; the trainer adds its partial sums in the same order ----
 
@@ -73,11 +73,6 @@ _MEASURED: tuple[Rule, ...] = (
         for name, bad in (("lora_rank", positive), ("lora.rank", positive), ("lora_adapter_path", is_set))
     ),
 )
-
-
-def route_setting(config: Config) -> str:
-    """Name the setting that needs routes, for messages."""
-    return "measure_routes=True" if config.router_replay == "none" else f"router_replay={config.router_replay!r}"
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:

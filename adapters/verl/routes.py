@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl.rollout import route_setting
 from jetrl_patch.adapters.verl.state import RECORD, WORKER
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer.rules import route_setting
 
 if TYPE_CHECKING:
     from torch import Tensor

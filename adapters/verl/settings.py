@@ -34,7 +34,7 @@ from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, say_share
 from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
 
 logger = logging.getLogger(__name__)
@@ -211,9 +211,7 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     trust = bool(select(f"{MODEL}.trust_remote_code"))
     if ep not in (1, tp):  # ``rollout.rank_problems`` has reported it
         ep = 1
-    found = list(checkpoint_problems(path, config, tp, ep, trust_remote_code=trust))
-    yield from found
-    hf_config = None if found else read_config(path, config, trust)
+    hf_config = yield from checkpoint_problems(path, config, tp, ep, trust_remote_code=trust)
     if hf_config is None:
         return
     yield from ulysses.model_problems(select, hf_config)

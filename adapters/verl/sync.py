@@ -188,7 +188,7 @@ async def server_update_weights(
         use_shm=self.use_shm,
     )
     try:
-        await sender.async_send_weights(ending_early(weights, lambda: sender, greeted))
+        await sender.async_send_weights(ending_early(weights, sender, greeted))
         if peer.call is not None:
             await asyncio.wait_for(asyncio.wrap_future(peer.call), config.sync_timeout)
         if self._has_server:

@@ -211,9 +211,7 @@ def _remove_buffer(announced: Any) -> None:
             memory.unlink()
 
 
-async def ending_early(
-    weights: Any, sender: Callable[[], Any], greeted: Callable[[str], None] = lambda held: None
-) -> AsyncIterator[Any]:
+async def ending_early(weights: Any, sender: Any, greeted: Callable[[str], None] = lambda held: None) -> AsyncIterator[Any]:
     """Pass the stream on, and read it ahead while the sender waits for the worker. Asynchronous streams are not read ahead.
 
     If the stream raises (NaN in a weight, …), tell the receiver that nothing more follows, or it would wait until its timeout.
@@ -226,14 +224,14 @@ async def ending_early(
                 yield item
             return
         ahead = Ahead(weights)
-        watched = getattr(sender(), "socket", None)
+        watched = getattr(sender, "socket", None)
         if isinstance(watched, WatchedSocket):
             greeted((watched.greeting or b"").decode())
             watched.meanwhile = ahead.fill
         for item in ahead:
             yield item
     except Exception as error:
-        socket = getattr(sender(), "socket", None)
+        socket = getattr(sender, "socket", None)
         if socket is not None:
             try:
                 socket.send_pyobj({"bucket_meta": {}, "is_last": True})

@@ -145,10 +145,11 @@ def _short(value: Any) -> str:
 
 # ---- Whether this machine has an FP8 KV cache; these functions import vLLM -----------------------
 
-def kv_cache_error(exact: bool) -> ConfigError | None:
-    """Return the error for a machine without an FP8 KV cache, in exact mode or outside; None if it has one."""
-    problem, required = kv_cache_problem(exact), "a device with an FP8 KV cache"
-    return ConfigError(explain("kv_cache='fp8'", required=required, found=problem, fix="drop kv_cache")) if problem else None
+def check_kv_cache(exact: bool) -> None:
+    """Raise ConfigError on a machine without an FP8 KV cache, in exact mode or outside."""
+    if problem := kv_cache_problem(exact):
+        required, fix = "a device with an FP8 KV cache", "drop kv_cache"
+        raise ConfigError(explain("kv_cache='fp8'", required=required, found=problem, fix=fix))
 
 
 def kv_cache_problem(exact: bool) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.vllm.arguments import kv_cache_error
+from jetrl_patch.adapters.vllm.arguments import check_kv_cache
 from jetrl_patch.adapters.vllm.compat import (
     backends_per_kind,
     delta_net_problems,
@@ -58,9 +58,7 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
     if config.kv_cache == "fp8":
         if args.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
             raise _conflict("KV cache", args.kv_cache_dtype, "kv_cache='fp8'", "kv_cache_dtype")
-        error = kv_cache_error(config.exact)
-        if error is not None:
-            raise error
+        check_kv_cache(config.exact)
         if not config.exact:
             args.kv_cache_dtype = "fp8"
         else:  # on a CPU the cache stays BF16 and holds rounded values
@@ -126,7 +124,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         fix = f"leave quantization unset, or use {UNQUANTIZED}"
         raise ConflictError(explain("vLLM quantization", required=required, found=found, fix=fix))
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
-        raise _not_bf16(args.dtype, "leave dtype at 'auto' or set it to 'bfloat16'")
+        required, fix = "bfloat16, for quantized linears", "leave dtype at 'auto' or set it to 'bfloat16'"
+        raise ConfigError(explain("vLLM dtype", required=required, found=str(args.dtype), fix=fix))
     refused = {"enable_lora": bool(args.enable_lora)}
     if config.exact:
         refused |= {
@@ -156,10 +155,6 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         fusing, untraced = "a compiled graph fuses ops and changes their rounding", "the quantized CPU kernels cannot be traced"
         logger.warning("jetrl_patch: set enforce_eager=True, because %s", fusing if config.exact else untraced)
         args.enforce_eager = True
-
-
-def _not_bf16(dtype: Any, fix: str) -> ConfigError:
-    return ConfigError(explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(dtype), fix=fix))
 
 
 def _present(problems: Mapping[str, bool]) -> list[str]:
@@ -194,7 +189,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     Raises:
         ModelError: the structure, the family, the attention or the tensor-parallel split is not supported.
         ConflictError: vLLM's batch-invariant kernels are on.
-        ConfigError: the dtype is not BF16, or the device lacks the ops of exact mode.
+        ConfigError: the device lacks the ops of exact mode.
     """
     from vllm import envs
     from vllm.platforms import current_platform
@@ -213,8 +208,6 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if family.mixture:
         _check_experts(vllm_config, family)
         check_device(model.hf_config, str(current_platform.device_type))
-    if str(model.dtype) != "torch.bfloat16":
-        raise _not_bf16(model.dtype, "set dtype='bfloat16'")
     if config.exact:
         _check_exact(vllm_config, model.hf_config, config)
     if config.channelwise:

@@ -35,6 +35,13 @@ from jetrl_patch.models.structure import has_latent_attention
 # They have Hugging Face's order of operations and rounding. vLLM's table of out-of-tree ops replaces each class by name when it
 # builds a model.
 
+def _norm_of_sum(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, one_plus: bool = False) -> Any:
+    if residual is None:
+        return ops.rms_norm(x, weight, eps, one_plus)
+    residual = residual + x
+    return ops.rms_norm(residual, weight, eps, one_plus), residual
+
+
 class ExactRMSNorm(RMSNorm):
     """Normalizes the sum of input and residual rounded to BF16, as Hugging Face does; vLLM normalizes the unrounded sum."""
 
@@ -44,10 +51,7 @@ class ExactRMSNorm(RMSNorm):
             raise ModelError(
                 "align='exact' does not support an RMSNorm over part of the width or without a weight. Use align='linear'."
             )
-        if residual is None:
-            return ops.rms_norm(x, self.weight.data, self.variance_epsilon)
-        residual = residual + x
-        return ops.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+        return _norm_of_sum(x, residual, self.weight.data, self.variance_epsilon)
 
 
 class ExactOnePlusNorm(GemmaRMSNorm):
@@ -55,10 +59,7 @@ class ExactOnePlusNorm(GemmaRMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
-        if residual is None:
-            return ops.rms_norm(x, self.weight.data, self.variance_epsilon, one_plus=True)
-        residual = residual + x
-        return ops.rms_norm(residual, self.weight.data, self.variance_epsilon, one_plus=True), residual
+        return _norm_of_sum(x, residual, self.weight.data, self.variance_epsilon, one_plus=True)
 
 
 class ExactGatedNorm(RMSNormGated):

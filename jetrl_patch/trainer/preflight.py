@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from jetrl_patch.config import Config
@@ -49,13 +49,15 @@ logger = logging.getLogger(__name__)
 
 def checkpoint_problems(
     path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False
-) -> Iterator[JetrlError]:
-    """Yield all errors that ``check_checkpoint`` would raise, one by one."""
+) -> Generator[JetrlError, None, Any]:
+    """Yield all errors that ``check_checkpoint`` would raise, one by one. Without errors, return what it returns."""
     read: list[Any] = []
     yield from raised(lambda: read.append(read_config(path, config, trust_remote_code)))
-    for hf_config in read:
-        if hf_config is not None:
-            yield from model_problems(hf_config, config, rollout_tp, rollout_ep)
+    if not read or read[0] is None:
+        return None
+    found = list(model_problems(read[0], config, rollout_tp, rollout_ep))
+    yield from found
+    return None if found else read[0]
 
 
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False) -> Any:

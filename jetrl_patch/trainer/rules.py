@@ -196,6 +196,11 @@ def adapter_problems(config: Config, used: str) -> Iterator[JetrlError]:
             yield ConfigError(explain(f"{name} with {used}", required=required, found=f"{value!r}", fix=fix))
 
 
+def route_setting(config: Config) -> str:
+    """The setting that needs routes, for messages."""
+    return "measure_routes=True" if config.router_replay == "none" else f"router_replay={config.router_replay!r}"
+
+
 def temperature(path: str) -> tuple[Rule, Rule]:
     """The rules for the rollout's temperature: the trainer divides by it too, so vLLM must not change it, and must accept it."""
     most, fix = f"at most {MOST_TEMPERATURE}, the highest temperature that vLLM accepts", "set it to 1.0"

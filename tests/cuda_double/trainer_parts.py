@@ -193,7 +193,7 @@ def _sync(model: Any, sender: source.Source) -> None:
     sender.begin_sync(lambda: model.state_dict().items())
     with device.NoWait():
         stream = sender.stream(model.state_dict().items(), stats)
-        asyncio.run(verl.async_send_weights(transport.ending_early(stream, lambda: verl)))
+        asyncio.run(verl.async_send_weights(transport.ending_early(stream, verl)))
     again = sender.stream(model.state_dict().items(), send.SyncStats())
     buckets = list(send.pack(again, device.DEVICE, 1 << 20))
     assert len(buckets) > 1 and all(bucket.flat.is_cuda for bucket in buckets)

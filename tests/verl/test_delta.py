@@ -221,7 +221,7 @@ def test_the_stream_is_read_after_the_greeting():
 
     async def collect():
         return [
-            item async for item in transport.ending_early(weights(), lambda: SimpleNamespace(socket=socket), order.append)
+            item async for item in transport.ending_early(weights(), SimpleNamespace(socket=socket), order.append)
         ]
 
     asyncio.run(collect())

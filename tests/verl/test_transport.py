@@ -57,7 +57,7 @@ def start(die_after=None, timeout=PATIENCE):
 def send(peer, weights):
     sender = watched_sender(peer, zmq_handle=HANDLE, bucket_size_mb=1, use_shm=True)
     try:
-        asyncio.run(sender.async_send_weights(ending_early(weights, lambda: sender)))
+        asyncio.run(sender.async_send_weights(ending_early(weights, sender)))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -212,7 +212,7 @@ def test_the_trainers_own_error_is_not_the_workers():
         raise RuntimeError("no such shard")
 
     async def read():
-        return [item async for item in ending_early(weights(), lambda: None)]
+        return [item async for item in ending_early(weights(), None)]
 
     with pytest.raises(SyncError, match="could not read its weights for a sync: RuntimeError: no such shard"):
         asyncio.run(read())

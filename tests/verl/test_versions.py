@@ -104,7 +104,7 @@ def test_what_a_checkpoint_engine_receives_is_passed_on():
             yield str(i), torch.full((2,), i)
 
     async def collect():
-        return [name async for name, _ in transport.ending_early(received(), lambda: None)]
+        return [name async for name, _ in transport.ending_early(received(), None)]
 
     assert asyncio.run(collect()) == ["0", "1", "2"]
 
