@@ -12,7 +12,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import megatron
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named, runs
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError, explain
 from jetrl_patch.models.structure import require_attention
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
@@ -163,16 +163,9 @@ def gather_problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> None:
-    """Mark the weights that ``engine`` gathers in FP8, between conversion and ``fully_shard``.
-
-    Raises ConfigError for an engine that is not FSDP2.
-    """
+    """Mark the weights that ``engine``, always FSDP2, gathers in FP8, between conversion and ``fully_shard``."""
     if not config.fp8_all_gather:
         return
     from jetrl_patch.fp8.convert import gather_in_fp8
 
-    strategy = engine.engine_config.strategy
-    if strategy != "fsdp2":
-        what, fix = "verl's engine with fp8_all_gather=True", "set strategy=fsdp2, or fp8_all_gather=False"
-        raise ConfigError(explain(what, required="strategy fsdp2", found=repr(strategy), fix=fix))
     gather_in_fp8(module, layers, engine.device_mesh.size(-1))

@@ -12,7 +12,7 @@ quantizer makes the bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from packaging.version import Version
@@ -160,9 +160,9 @@ def _scales(config: Config) -> str:
     return "1" if config.scale_format == "fp32" else "0"
 
 
-def check_scales(config: Config, environ: Mapping[str, str] | None = None) -> None:
+def check_scales(config: Config) -> None:
     """Raise ConflictError if the environment gives TransformerEngine another scale format than ``config``."""
-    given = (os.environ if environ is None else environ).get(SCALES)
+    given = os.environ.get(SCALES)
     if config.fp8_train and config.backend == "te" and given not in (None, "", _scales(config)):
         required, found = f"{SCALES}={_scales(config)}", f"{given!r} in the environment"
         what, fix = f"scale_format={config.scale_format!r} with TransformerEngine", "unset the variable, or change scale_format"

@@ -239,7 +239,7 @@ def prepare_megatron(engine: Any, chunks: list[Any], config: Config) -> Megatron
 
     hf_config = engine.model_config.hf_config
     megatron.check_model(hf_config, int(engine.engine_config.tensor_model_parallel_size))
-    _check_built(engine.tf_config, config)
+    _check_built(engine.tf_config)
     recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
     check_recipe(recipe, config.scale_format, "Megatron's layers")
     _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
@@ -282,12 +282,7 @@ def _check_layers(chunks: list[Any], hf_config: Any, staged: bool) -> None:
         raise ModelError(explain("Megatron's model", required=f"{every} transformer blocks", found=str(found), fix=fix))
 
 
-def _check_built(tf_config: Any, config: Config) -> None:
-    if not config.fp8_train or config.exact or config.backend != "te" or config.exclude:
-        required = "precision='fp8-unified', align='linear', backend='te', exclude=[]"
-        found = f"precision={config.precision!r}, align={config.resolved_align!r}, backend={config.backend!r}, "
-        found, fix = f"{found}exclude={list(config.exclude)}", "use these settings, or set strategy=fsdp2"
-        raise ModelError(explain("verl's Megatron engine", required=required, found=found, fix=fix))
+def _check_built(tf_config: Any) -> None:
     have = {name: getattr(tf_config, name, None) or False for name in BUILT}
     have = {name: getattr(value, "value", value) for name, value in have.items()}  # a value may be an enum member
     if have != BUILT:

@@ -96,7 +96,8 @@ class QuantizedLinearMethod(LinearMethodBase):
             self._check_split(layer)
             scales = None
             if loaded.dtype != self.format.dtype:
-                bf16_NK = finite_bf16(self._hf_name(layer, shard, kwargs), loaded)
+                found = self._find(layer, shard, kwargs)
+                bf16_NK = finite_bf16(found.name if found else self.prefix, loaded)
                 loaded, scales = self.format.quantize(bf16_NK.to(param.device))
             load(param, loaded, *shard, **kwargs)
             self.format.written(layer)
@@ -108,8 +109,9 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _scale_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_scale(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
             self._check_split(layer)
-            rows = (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows  # a weight that is fused on disk has no shard
-            loaded = self.format.scales.per_row(loaded, rows, self._hf_name(layer, shard, kwargs))
+            found = self._find(layer, shard, kwargs)
+            rows = (found or self.shards(layer)[0]).rows  # a weight that is fused on disk has no shard
+            loaded = self.format.scales.per_row(loaded, rows, found.name if found else self.prefix)
             load(param, loaded, *shard, **kwargs)
             self.format.written(layer)
 
@@ -118,10 +120,6 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _find(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
         wanted = shard[0] if shard else next(iter(kwargs.values()), None)
         return next((s for s in self.shards(layer) if s.shard_id == wanted), None)
-
-    def _hf_name(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        found = self._find(layer, shard, kwargs)
-        return found.name if found else self.prefix
 
     def _check_split(self, layer: LinearBase) -> None:
         # The whole model is built before the first load, so the list is complete.

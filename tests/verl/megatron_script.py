@@ -106,7 +106,7 @@ def main(scale_format, wrong):
 
     jetrl_patch.enable(
         precision="fp8-unified", align="linear", scale_format=scale_format, platform="cpu",
-        backend="auto" if wrong == "backend" else "te",
+        backend="te",
     )  # fmt: skip
     recipe = te.Float8BlockScaling(os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1")
     sys.modules["megatron.core.fp8_utils"] = types.ModuleType("megatron.core.fp8_utils")

@@ -31,22 +31,16 @@ def test_other_strategies_are_refused_with_their_path(strategies):
     assert not list(lora.gather_problems(dict.fromkeys(found, "fsdp2").get, ON))
 
 
-def engine(strategy, sizes):
-    mesh = SimpleNamespace(size=lambda dim=None: sizes[dim])
-    return SimpleNamespace(engine_config=SimpleNamespace(strategy=strategy), device_mesh=mesh)
-
-
 def test_layers_are_marked_for_the_shards_of_the_last_dimension():
     model = nn.ModuleDict(
         {"layers": nn.ModuleList([nn.ModuleDict({"a": nn.Linear(128, 256), "b": nn.Linear(128, 128)})])}
     )
     names = swap_linears(model, backend="native")
     before = copy.deepcopy(model.state_dict())
-    lora.mark_layers(engine("fsdp2", (4, 2)), model, names, Config())
+    engine = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda dim: (4, 2)[dim]))
+    lora.mark_layers(engine, model, names, Config())
     assert not any(isinstance(p, Fp8Shard) for p in model.parameters())
-    with pytest.raises(ConfigError, match="required strategy fsdp2, found 'fsdp'"):
-        lora.mark_layers(engine("fsdp", (2,)), model, names, ON)
-    lora.mark_layers(engine("fsdp2", (4, 2)), model, names, ON)
+    lora.mark_layers(engine, model, names, ON)
     assert [isinstance(model.get_submodule(n).weight, Fp8Shard) for n in names] == [True, False]
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[k] + 0, v) for k, v in before.items())
