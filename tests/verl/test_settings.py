@@ -101,6 +101,13 @@ def test_what_only_exact_mode_cannot_keep_is_free_in_the_others(base):
             settings.check(base(override), BF16)
 
 
+def test_what_only_exact_mode_refuses_names_the_other_alignment(base):
+    with pytest.raises(ConfigError, match=r"found 0\.9\. Set it to 1, or use align='linear'\.$"):
+        settings.check(base(f"{R}.top_p=0.9"), EXACT)
+    with pytest.raises(ConfigError, match=r"found 'float32'\. Set it to bfloat16\.$"):
+        settings.check(base(f"{R}.dtype=float32"), EXACT)
+
+
 def test_experts_may_be_split_over_the_ranks_of_an_engine(base, tmp_path):
     config_of("qwen3_moe", moe_intermediate_size=256).save_pretrained(tmp_path)
     model, tp, ep = f"{M}.path={tmp_path}", f"{R}.tensor_model_parallel_size", f"{R}.expert_parallel_size"
