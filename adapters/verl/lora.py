@@ -149,15 +149,18 @@ def check_resumed(folder: Any, model: Any, config: Config) -> None:
         record.check_adapters(str(folder), getattr(model, "_fsdp_wrapped_module", model), found, config)
 
 
-# ---- The FP8 all-gather of verl's FSDP2 engine: mark the weights, and refuse other strategies ----
+# ---- The FP8 all-gather of verl's FSDP2 engine: mark the weights, and refuse what cannot gather them ----
 
-_RULES = tuple(
-    Rule(f"{path}.strategy", other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all") for path in (ACTOR, REF)
+_RULES = (
+    Rule(f"{ACTOR}.strategy", other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all"),
+    Rule(f"{REF}.strategy", other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all"),
+    # verl's offload tells weights from activations by their address, which bytes and scales do not have
+    Rule(f"{MODEL}.enable_activation_offload", is_set, "activations on the device for fp8_all_gather", "set it to false", "all"),
 )
 
 
 def gather_problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each strategy other than FSDP2."""
+    """Yield an error for each strategy other than FSDP2, and for offloaded activations."""
     if config.fp8_all_gather:
         yield from broken(_RULES, select, config, named)
 

@@ -93,6 +93,22 @@ if __name__ == "__main__":
     torch.distributed.all_gather_object(everybody, digests)
     assert all(d == digests for d in everybody), "ranks send different bytes"
 
+    def gradients(**model):
+        trained = engine(False, **model)
+        with trained.train_mode(disable_auto_offload=True):
+            trained.optimizer_zero_grad()
+            trained.forward_backward_batch(batch([0, 1, 2, 3], micro_batch_size_per_gpu=2), loss, forward_only=False)
+            grads = {name: p.grad for name, p in trained.module.named_parameters() if p.grad is not None}
+            return {name: getattr(grad, "_local_tensor", grad).clone() for name, grad in grads.items()}
+
+    if not gather:  # activations that verl keeps in host memory until backward; the settings refuse both
+        plain, empty = gradients(), torch.empty
+        torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)  # a CPU build pins no memory
+        for recompute in (False, True):
+            offloaded = gradients(enable_activation_offload=True, enable_gradient_checkpointing=recompute)
+            assert len(plain) == len(offloaded) and all(torch.equal(plain[name], offloaded[name]) for name in plain), recompute
+        torch.empty = empty
+
     # verl installs the fused forward on the model's class, so this engine is the last one
     fused = engine(False, use_fused_kernels=True, fused_kernel_options={"impl_backend": "torch"})
     as_fused = {"use_fused_kernels": True, "temperature": 1.0}

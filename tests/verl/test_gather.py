@@ -1,4 +1,4 @@
-"""The FP8 all-gather in verl's settings and engines: FSDP2 only."""
+"""The FP8 all-gather in verl's settings and engines: FSDP2 only, with activations on the device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jetrl_patch.fp8.gather import Fp8Shard
 
 ON = Config(fp8_all_gather=True)
 STRATEGY = "actor_rollout_ref.{}.strategy"
+OFFLOAD = "actor_rollout_ref.model.enable_activation_offload"
 
 
 @pytest.mark.parametrize("strategies", [("fsdp2", "fsdp"), ("fsdp", "fsdp2"), ("megatron", "megatron")])
@@ -29,6 +30,13 @@ def test_other_strategies_are_refused_with_their_path(strategies):
         assert isinstance(error, ConfigError) and path in str(error) and "fsdp2 for fp8_all_gather" in str(error)
     assert not list(lora.gather_problems(found.get, Config()))
     assert not list(lora.gather_problems(dict.fromkeys(found, "fsdp2").get, ON))
+
+
+def test_offloaded_activations_are_refused():
+    found = {**{STRATEGY.format(role): "fsdp2" for role in ("actor", "ref")}, OFFLOAD: True}
+    (error,) = lora.gather_problems(found.get, ON)
+    assert isinstance(error, ConfigError) and OFFLOAD in str(error)
+    assert not list(lora.gather_problems(found.get, Config()))
 
 
 def test_layers_are_marked_for_the_shards_of_the_last_dimension():
