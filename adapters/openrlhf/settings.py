@@ -30,6 +30,7 @@ from jetrl_patch.trainer.rules import (
     adapter_problems,
     broken,
     check_torchao,
+    deterministic,
     is_set,
     more_than_one,
     other_than,
@@ -251,7 +252,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         required, runs = "verl, whose samples contain the rollout's routes", "OpenRLHF, whose samples do not"
         yield ConfigError(explain(route_setting(config), required=required, found=runs, fix="turn routes off"))
     yield from startup.abandoned()
-    rules, select = RULES, functools.partial(_get, args)
+    rules, select = RULES + deterministic(config, "train.full_determinism_enable"), functools.partial(_get, args)
     if config.optimizer_states != "fp32":
         yield from raised(lambda: check_torchao(config.optimizer_states))
         rules += OPTIMIZER_RULES

@@ -35,7 +35,17 @@ from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatche
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, say_share
-from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
+from jetrl_patch.trainer.rules import (
+    MARK,
+    Rule,
+    broken,
+    deterministic,
+    is_set,
+    more_than_one,
+    other_than,
+    raised,
+    temperature,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +190,8 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if contradiction is not None:
         yield contradiction
     select = selector(verl_config)
-    yield from broken(RULES, select, config, named)
+    determinism = deterministic(config, *(f"{path}.fsdp_config.full_determinism" for path in (ACTOR, REF)))
+    yield from broken(RULES + determinism, select, config, named)
     yield from rollout.async_problems(select, config)
     yield from model_problems(select, config)
     yield from rollout.rank_problems(select, config)

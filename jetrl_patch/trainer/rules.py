@@ -214,6 +214,15 @@ def temperature(path: str) -> tuple[Rule, Rule]:
 is_set = bool
 
 
+def deterministic(config: Config, *paths: str) -> tuple[Rule, ...]:
+    """The rules for torch's deterministic mode. The frameworks' code for it shrinks cuBLAS's workspace, in the trainer alone.
+
+    cuBLASLt takes no more workspace than cuBLAS, and chooses its kernel, and so the order of its sums, among those that fit.
+    """
+    required, fix = "the rollout's cuBLAS workspace for backend='cublaslt'", "set it to false, use another backend"
+    return tuple(Rule(path, is_set, required, fix, "exact") for path in paths) if config.backend == "cublaslt" else ()
+
+
 def more_than_one(value: Any) -> bool:
     return int(value) > 1
 

@@ -67,6 +67,10 @@ def test_defaults_pass_in_every_mode():
         ({"ds__deepcompile": True}, LINEAR, ConfigError, "--ds.deepcompile"),
         ({"ds__ring_attn_size": 2}, EXACT, ConfigError, "--ds.ring_attn_size"),
         ({"ds__use_liger_kernel": True}, EXACT, ConflictError, "--ds.use_liger_kernel"),
+        (
+            {"train__full_determinism_enable": True}, EXACT.replace(backend="cublaslt"), ConfigError,
+            "--train.full_determinism_enable .*the rollout's cuBLAS workspace",
+        ),
         ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
         ({"rollout__temperature": 0.0}, EXACT, ConfigError, "--rollout.temperature"),
         ({"rollout__temperature": 0.009}, EXACT, ConfigError, "--rollout.temperature .*required at least 0.01.*found 0.009"),

@@ -130,6 +130,15 @@ def test_a_setting_is_refused_once_in_exactly_these_modes(
             assert says in problems[0] and split_fix(problems[0])[1] and len(problems[0]) < 330, problems[0]
 
 
+def test_torchs_deterministic_mode_beside_cublaslt_is_refused_in_exact_mode(base: Compose) -> None:
+    path = f"{A}.fsdp_config.full_determinism"
+    verl_config = base(f"{path}=True")
+    (problem,) = found(verl_config, EXACT.replace(backend="cublaslt"))
+    assert f"{path} with" in problem and "cuBLAS workspace" in problem
+    for config in (EXACT, LINEAR.replace(backend="cublaslt")):
+        assert found(verl_config, config) == []
+
+
 def test_what_the_official_scripts_hand_on_stays_accepted(base: Compose) -> None:
     verl_config = base(
         f"+{V}.mm_processor_cache_gb=0", f"+{V}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
