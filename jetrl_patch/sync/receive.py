@@ -322,7 +322,10 @@ class Receiver:
             self.error = SyncError(f"the engine could not load the weights: {type(error).__name__}: {error}")
             self.error.__cause__ = error
         if touched:
-            self.installer.poison()
+            try:
+                self.installer.poison()
+            except Exception:  # the engine serves nothing anyway, and the other ranks wait for this one in ``finish``
+                logger.exception("jetrl_patch: the weights of a failed sync could not be poisoned")
 
 
 def _release(error: BaseException | None) -> None:

@@ -244,6 +244,21 @@ def test_a_failure_of_one_rank_fails_both_and_nobody_waits():
     assert {r.state for r in receivers} == {State.FAILED}
 
 
+def test_a_rank_that_cannot_poison_its_weights_fails_both():
+    """As with a GPU that has failed: every further write raises."""
+
+    def breaks(engines):
+        def fails(*_):
+            raise RuntimeError("illegal memory access")
+
+        engines[1].finish = engines[1].poison = fails
+
+    results, receivers = _two_ranks([_sent(), _sent()], breaks)
+    assert [type(result) for result in results] == [SyncError, SyncError], results
+    assert all("illegal memory access" in str(result) for result in results)
+    assert {receiver.state for receiver in receivers} == {State.FAILED}
+
+
 def test_a_wrong_slice_on_one_rank_is_found():
     def swap(engines):
         engines[1].rank = 0  # loads the first half, too
