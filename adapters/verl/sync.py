@@ -72,7 +72,7 @@ def _offered(held: str) -> None:
     WORKER.held = held
 
 
-def prepare(source: Source) -> None:
+def choose_base(source: Source) -> None:
     """Set the base of a sync before its stream is read. Over a checkpoint engine only rank 0 sends and needs one."""
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def get_per_tensor_param(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     looks = prepared.monitor is not None and prepared.monitor.decides
     prepared.begin_sync(lambda: weights, WORKER.followers)
     again = original(self, *args, **kwargs)[0] if looks else weights
-    prepare(prepared)
+    choose_base(prepared)
     return until_broken(prepared.stream(again, stats)), None
 
 

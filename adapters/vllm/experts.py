@@ -69,7 +69,7 @@ class CompleteRunner(CapturingRunner):
         return states if trunc_size is None else states[..., :trunc_size]
 
 
-def finish(model: torch.nn.Module) -> None:
+def set_runners(model: torch.nn.Module) -> None:
     """Give a loaded model's mixtures their runner; in exact mode move reductions and factors. A second call changes nothing."""
     for module in model.modules():
         method: Any = module.routed_experts.quant_method if isinstance(module, MoERunner) else None
@@ -122,7 +122,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.exact = config.exact
         self.format = format_of(config)
         self.scale_format = config.scale_format
-        #: factor for routing weights, which ``finish`` moves here
+        #: factor for routing weights, which ``set_runners`` moves here
         self.scale = 1.0
         #: receives the experts [T, k] of each forward pass, if the engine returns them
         self.capture: Callable[[torch.Tensor], None] | None = None

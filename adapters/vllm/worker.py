@@ -15,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 
 from jetrl_patch import session
-from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules, finish
+from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules, set_runners
 from jetrl_patch.adapters.vllm.fixes import keep_live_experts
 from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
 from jetrl_patch.adapters.vllm.graphs import mark_settings, run_eagerly
@@ -183,7 +183,8 @@ def attach(worker: Any, config: Config) -> None:
             attention is not the trainer's or an op is not exact on this device.
         ConflictError: as ``graphs.mark_settings``.
     """
-    model, installer = worker.model_runner.get_model(), VllmInstaller(worker.model_runner.get_model())
+    model = worker.model_runner.get_model()
+    installer = VllmInstaller(model)
     layers = installer.quantized_layers()
     backend = attention = ""
     if config.quantized_rollout:
@@ -219,7 +220,7 @@ def _finish_quantized(worker: Any, model: nn.Module, config: Config) -> None:
         if not (config.exact and config.decode_graphs == "auto"):
             raise
         run_eagerly(worker, str(error))
-    finish(model)
+    set_runners(model)
     follow_norms(model, settings.hf_text_config)
     if config.exact:
         finish_model(worker)

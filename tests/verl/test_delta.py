@@ -166,10 +166,10 @@ def test_over_a_checkpoint_engine_only_the_rank_that_sends_keeps_a_base(rank, mo
     monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     source = SimpleNamespace(base=Sent())
     source.base.identity = WORKER.held = "a"
-    delta.prepare(source)
+    delta.choose_base(source)
     assert WORKER.base is source.base and source.base.begin() == ""  # colocated: the engine says what it holds
     source.base.identity, WORKER.separate = "a", True
-    delta.prepare(source)
+    delta.choose_base(source)
     assert WORKER.base is source.base and (source.base is None) == (rank == 1)
     assert rank == 1 or source.base.begin() == "a"
 

@@ -90,7 +90,7 @@ def test_sums_over_ranks_never_run_on_two_streams(ranks: int, monkeypatch: pytes
     from vllm.model_executor.layers.fused_moe.runner import shared_experts
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, finish
+    from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, set_runners
 
     monkeypatch.delenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", raising=False)  # which vLLM sets on a CPU
     monkeypatch.setattr(shared_experts, "aux_stream", lambda: "a stream")
@@ -110,7 +110,7 @@ def test_sums_over_ranks_never_run_on_two_streams(ranks: int, monkeypatch: pytes
     decoded, order = torch.zeros(1, H), shared_experts.SharedExpertsOrder
     assert shared._determine_shared_experts_order(decoded) == order.MULTI_STREAM_OVERLAPPED
     for _ in range(2):
-        finish(runner)
+        set_runners(runner)
         found = shared._determine_shared_experts_order(decoded)
         assert found == (order.MULTI_STREAM_OVERLAPPED if ranks == 1 else order.NO_OVERLAP)
 
