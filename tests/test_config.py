@@ -258,7 +258,7 @@ def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     fields["fp8_all_gather"] &= fields["guard_sqnr"] is None
     cap = fields.pop("cap")
     if cap is not None and fields["correction"] != "none":
-        fields["correction_bounds"] = (cap / 3, cap) if fields["correction"] in ("geo-mis", "icepop") else cap
+        fields["correction_bounds"] = (cap / 3, cap) if CORRECTIONS[fields["correction"]].bounds == (2,) else cap
     fields["acr"] &= fields["correction"] == "tis"
     config = Config(**fields)
     exported = config.to_env()
