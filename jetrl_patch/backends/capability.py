@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.config.modes import ROLLOUT_FORMATS
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, explain
 from jetrl_patch.native.machine import Capability, Check, check_hopper, check_nvcc
 from jetrl_patch.patching.guards import installed_version
 
@@ -148,8 +149,8 @@ def _broken(name: str, error: Exception) -> str:
 
 # ---- The exact ops ------------------------------------------------------------------------------
 
-#: the oldest capability with BF16 tensor cores that Triton compiles for
-LEAST = (8, 0)
+#: that of FP8 in vLLM. The ops themselves need 8.0
+LEAST = divmod(ROLLOUT_FORMATS["fp8-block"].capability, 10)
 
 
 def check_exact_cuda(sm: Capability | None = None) -> Check:
@@ -160,7 +161,7 @@ def check_exact_cuda(sm: Capability | None = None) -> Check:
         return False, f"a torch built for ROCm {torch.version.hip}"
     found = sm or torch.cuda.get_device_capability()
     if found < LEAST:
-        return False, f"compute capability {found[0]}.{found[1]}, below 8.0"
+        return False, f"compute capability {found[0]}.{found[1]}"
     if importlib.util.find_spec("triton") is None:
         return False, "the triton package is not installed"
     return True, torch.cuda.get_device_name() if sm is None else ""
@@ -175,6 +176,6 @@ def refuse_exact_on(device_type: str, sm: Capability | None = None) -> None:
         return
     ok, reason = check_exact_cuda(sm) if device_type == "cuda" else (False, f"device type {device_type!r}")
     if not ok:
-        what, fix = f"align='exact' on {device_type.upper()}", f"use align='linear' on {device_type.upper()}"
-        required = "a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton"
+        what, fix = f"align='exact' on {device_type.upper()}", f"use align='linear' if vLLM serves FP8 on it, or {UNQUANTIZED}"
+        required = f"a CPU, or an NVIDIA GPU of compute capability {LEAST[0]}.{LEAST[1]} or newer with triton"
         raise ConfigError(explain(what, required=required, found=reason, fix=fix))

@@ -174,7 +174,7 @@ def _say_unpatched(launch: Launch) -> None:
 
 
 def _enable(overrides: dict[str, Any]) -> None:
-    """Patch this process and list the patches, one per line."""
+    """Patch this process, and say in one line with which settings."""
     from jetrl_patch import session
 
     status = session.enable(**overrides)
@@ -183,12 +183,12 @@ def _enable(overrides: dict[str, Any]) -> None:
     correction = "" if status.config.correction == "none" else f"correction {status.config.correction}, "
     _say(
         f"jetrl: precision {status.config.precision}, align {status.config.resolved_align}, {correction}"
-        f"{len(status.patches)} changes in process {status.pid}, of which {waiting} wait for an import",
-        *(f"jetrl:   {patch.state:7}  {patch.target}" for patch in status.patches),
+        f"{len(status.patches)} changes in process {status.pid}, of which {waiting} wait for an import "
+        "(jetrl_patch.status() lists them)"
     )
 
 
-def _say(*lines: str) -> None:
+def _say(line: str) -> None:
     """Print on stderr. Of several ranks only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,12 +98,9 @@ def test_the_flag_in_either_place_patches_and_says_so(folder, words):
     assert [bytes.fromhex(word) for word in found["argv"]] == [b"dump.py", b"a", b"--", b"--fp8-unified"]
     assert found["patched"] and found["environ"]["JETRL_PRECISION"] == "fp8-unified"
     assert found["environ"]["JETRL_ALIGN"] == "exact"
-    head, *lines = done.stderr.decode().splitlines()
-    assert head.startswith("jetrl: precision fp8-unified, align exact, ")
-    assert f" {len(lines)} changes in process " in head
-    assert "jetrl:   waiting  ray.init" in lines
-    assert "jetrl:   applied  os.environ['JETRL_PRECISION']" in lines
-    assert all(line.startswith(("jetrl:   waiting  ", "jetrl:   applied  ")) for line in lines)
+    (line,) = done.stderr.decode().splitlines()
+    said = re.fullmatch(r"jetrl: precision fp8-unified, align exact, (\d+) changes in process \d+, of which (\d+) wait .*", line)
+    assert said and 0 < int(said[2]) < int(said[1])
 
 
 def test_spawned_children_find_the_program_and_the_settings(folder):
