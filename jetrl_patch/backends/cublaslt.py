@@ -59,8 +59,8 @@ def row_product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dt
 
 def _scaled_mm(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb: Tensor, recipe_b: F.ScalingType, out_dtype: torch.dtype) -> Tensor:
     M = a_MK.shape[0]
-    if M == 0:
-        return a_MK.new_empty(0, b_NK.shape[0], dtype=out_dtype)
+    if a_MK.numel() == 0:  # no rows, or no tokens to sum over
+        return a_MK.new_zeros(M, b_NK.shape[0], dtype=out_dtype)
     if M % HEIGHT:
         a_MK = F.pad(a_MK.view(torch.uint8), (0, 0, 0, -M % HEIGHT)).view(FP8)
         sa_MG = F.pad(sa_MG, (0, 0, 0, -M % HEIGHT))

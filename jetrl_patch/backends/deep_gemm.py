@@ -130,7 +130,7 @@ class DeepGemmBackend(GpuBackend):
 
     def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, dy.shape[0], x.shape[0])
-        if self.rounds and out_dtype == torch.bfloat16 and dy.q.numel():
+        if self.rounds and out_dtype == torch.bfloat16:
             return cublaslt.row_product(dy.q, dy.s.t(), x.q, x.s.t(), out_dtype)
         return self._rows(dy.q, dy.s.t(), x.q, x.s.t(), compiled="mn")[: dy.shape[0]].to(out_dtype)
 

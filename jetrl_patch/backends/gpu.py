@@ -290,21 +290,21 @@ class TritonBackend(GpuBackend):
         from jetrl_patch.kernels import gemm
 
         sw = w.s_rows if w.s_blocks is None else w.s_blocks
+        x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
         return gemm.fprop_few(x_MK, w.q, sw, w.scale_format, out_dtype)
 
-    def _by_cublaslt(self, out_dtype: torch.dtype, operand: Tensor, *widths: int) -> bool:
-        takes = operand.numel() > 0 and out_dtype == torch.bfloat16 and not any(width % 16 for width in widths)
-        return self._cublaslt and takes
+    def _by_cublaslt(self, out_dtype: torch.dtype, *widths: int) -> bool:
+        return self._cublaslt and out_dtype == torch.bfloat16 and not any(width % 16 for width in widths)
 
     def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
-        if self._by_cublaslt(out_dtype, dy.q, *w.shape):
+        if self._by_cublaslt(out_dtype, *w.shape):
             return cast("GpuBackend", get_backend("cublaslt")).dgrad_product(dy, w, out_dtype)
         from jetrl_patch.kernels.gemm_backward import dgrad
 
         return dgrad(dy.q, dy.s, w.q, w.s, out_dtype, w.transposed)
 
     def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
-        if self._by_cublaslt(out_dtype, dy.q, dy.shape[0], x.shape[0]):
+        if self._by_cublaslt(out_dtype, dy.shape[0], x.shape[0]):
             return cast("GpuBackend", get_backend("cublaslt")).wgrad_product(dy, x, out_dtype)
         from jetrl_patch.kernels.gemm_backward import wgrad
 

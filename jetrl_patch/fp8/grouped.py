@@ -116,8 +116,7 @@ def grouped_backward(
     Args:
         wanted: dtypes of the gradients of the tokens, of gate and up, and of down; None for one that is not wanted.
     """
-    if dy_TH.stride(1) != 1:  # of a sum, for example; without tokens ``contiguous`` would leave it
-        dy_TH = dy_TH.clone(memory_format=torch.contiguous_format)
+    dy_TH = dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()  # of a sum, for example
     form, weights, (x_dtype, gate_up_dtype, down_dtype) = x.scale_format, weights_Tk.float().contiguous(), wanted
     dy = kernels.quantize_rows(dy_TH, form)
     u_PI = kernels.grouped(*dy, *_transposed(kernels, stacks.down), plan, torch.float32, tokens=True)

@@ -35,6 +35,19 @@ def test_a_linear_layer_on_this_backend(scale_format):
     run_and_compare(layer, x, g, scale_format)
 
 
+@pytest.mark.parametrize("rows", [0, 5])
+def test_gradients_and_inputs_with_any_strides(rows):
+    """The gradient of a sum has strides of 0, and ``contiguous`` leaves them if there are no rows."""
+    torch.manual_seed(0)
+    layer = nn.Linear(160, 96, bias=False).to(torch.bfloat16)
+    layer.__class__, layer.fp8 = Fp8Linear, Fp8State("pow2", "triton")
+    x = torch.randn(160, rows, dtype=torch.bfloat16, requires_grad=True)
+    layer(x.t()).sum().backward()
+    assert x.grad.shape == x.shape and layer.weight.grad.any() == (rows > 0)
+    ours, w = get_backend("triton"), layer.fp8.quantized(layer.weight)
+    assert torch.equal(ours.fprop(x.t(), w), ours.fprop(x.t().contiguous(), w))
+
+
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_gradients_at_once_equal_those_one_by_one(scale_format):
     ours, torch_backend = get_backend("triton"), get_backend("torch")
