@@ -203,8 +203,8 @@ def _compare_products(backend: Backend, x: Quantized, stacks: Stacks, ids_T1: Te
     plan = kernels.plan(ids_T1, experts)
     ab_PF = kernels.grouped(*x, *stacks.gate_up, plan, tokens=True)[plan.place.long()]
     a_TI, b_TI = ab_PF.chunk(2, 1)
-    qh_PI, sh_PG, _ = kernels.silu_mul_quantize_rows(a_TI, b_TI, "pow2")
-    h, sorted_P = Quantized(qh_PI, sh_PG, "rows", "pow2"), plan.order.long()
+    qh_PI, sh_PG, _ = kernels.silu_mul_quantize_rows(a_TI, b_TI, x.scale_format)
+    h, sorted_P = Quantized(qh_PI, sh_PG, "rows", x.scale_format), plan.order.long()
     y_PH = kernels.grouped(*h.rows(sorted_P), *stacks.down, plan, torch.float32)[plan.place.long()]
     for expert in range(experts):
         rows = (ids_T1[:, 0] == expert).nonzero()[:, 0]

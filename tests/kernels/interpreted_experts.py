@@ -169,6 +169,10 @@ def test_the_trial_passes_here_and_fails_where_rows_depend_on_their_batch(monkey
         y = gemm_grouped.grouped(q, s, w, sw, plan, *rest, **options)
         return y * (1 + 2**-6) if len(plan.ids) < 20 else y
 
+    def unless_power_of_two(q, s, w, sw, plan, *rest, **options):
+        y = gemm_grouped.grouped(q, s, w, sw, plan, *rest, **options)
+        return y * 1.5 if not options and (s.view(torch.int32) & 0x7FFFFF).any() else y
+
     broken = SimpleNamespace(**{name: getattr(gemm_grouped, name) for name in gemm_grouped.__all__} | {"grouped": by_number})
     monkeypatch.setattr(TritonBackend, "grouped", lambda self, x: broken)
     verdict = compare_experts(backend, 128, 96, "cpu", counts=(0, 3, 25))
@@ -176,6 +180,9 @@ def test_the_trial_passes_here_and_fails_where_rows_depend_on_their_batch(monkey
     broken.grouped = lambda *args, **options: gemm_grouped.grouped(*args, **options) * 1.5
     verdict = compare_experts(backend, 128, 96, "cpu", counts=(0, 3, 25))
     assert not verdict.ok and "differ from the dense product" in verdict.found
+    broken.grouped = unless_power_of_two  # of the product for down
+    for scale_format in ("pow2", "fp32"):
+        assert compare_experts(backend, 128, 96, "cpu", scale_format, (0, 3, 25)).ok == (scale_format == "pow2")
 
 
 def test_a_machine_that_fails_the_trial_is_refused(monkeypatch):
