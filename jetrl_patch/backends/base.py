@@ -91,19 +91,28 @@ class Backend:
         """
         return None
 
+    def exact_dtype(self, scale_format: ScaleFormat, out_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of q * s in DGrad and WGrad, whose product torch rounds to the same dtype."""
+        return torch.float64
+
+    def dequantized(self, x: Quantized, dtype: torch.dtype) -> Tensor:
+        """q * s, in layout "rows", "tokens" or "blocks"."""
+        if x.layout == "tokens":
+            return quantize.dequantize_tokens(x.q, x.s, dtype, x.block)
+        return quantize.dequantize_activation(x.q, x.s_rows, dtype, x.block)
+
     def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dX [M, K] from the BF16 output gradient, which this method quantizes in 1x128 groups along N."""
+        assert w.for_dgrad is not None or w.scale_format != "mxfp8"  # see ``quantize_weight_transposed``
+        dtype = self.exact_dtype(w.scale_format, out_dtype)
         dy = self.quantize_activation(dy_MN, w.scale_format)
-        if w.scale_format == "mxfp8":
-            assert w.for_dgrad is not None  # see ``quantize_weight_transposed``
-            return quantize.dgrad_mx(*dy, *w.for_dgrad).to(out_dtype)
-        return quantize.dgrad(*dy, *w).to(out_dtype)
+        return (self.dequantized(dy, dtype) @ self.dequantized(w.for_dgrad or w, dtype)).to(out_dtype)
 
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K]. Requantizes the saved activation from 1x128 to 128x1 groups and quantizes dY in 128x1 groups."""
-        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16, x.block)
+        dtype, x_MK = self.exact_dtype(x.scale_format, out_dtype), self.dequantized(x, torch.bfloat16)
         dy, again = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
-        return quantize.wgrad(dy.q, dy.s, again.q, again.s, x.block).to(out_dtype)
+        return (self.dequantized(dy, dtype).t() @ self.dequantized(again, dtype)).to(out_dtype)
 
     def gradients(
         self,

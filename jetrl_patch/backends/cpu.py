@@ -33,24 +33,16 @@ class NativeBackend(Backend):
     def pack(self, w: Quantized) -> Tensor | None:
         return ops.pack(w.q)
 
-    def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
-        exact = _exact_dtype(w.scale_format)
-        dy = self.quantize_activation(dy_MN, w.scale_format)
-        g_MN = ops.dequantize(dy.q, dy.s, 1, dy.block, exact)
-        if w.scale_format == "mxfp8":
-            assert w.for_dgrad is not None  # see ``quantize_weight_transposed``
-            w_NK = ops.dequantize(w.for_dgrad.q, w.for_dgrad.s, w.block, 1, exact)
-        else:
-            w_NK = ops.dequantize(w.q, w.s, BLOCK, BLOCK, exact)
-        return torch.mm(g_MN, w_NK).to(out_dtype)
+    def exact_dtype(self, scale_format: ScaleFormat, out_dtype: torch.dtype) -> torch.dtype:
+        """BF16 holds q * s of powers of two (q has 4 significant bits). "fp32" needs FP32, rounded once, as does an FP32 result.
 
-    def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
-        # torch.mm returns the dtype of its operands, so an FP32 dW needs FP32 operands
-        exact = _exact_dtype(x.scale_format) if out_dtype == torch.bfloat16 else torch.float32
-        x_MK = ops.dequantize(x.q, x.s, 1, x.block, torch.bfloat16)
-        quantized = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
-        g_MN, x_MK = (ops.dequantize(t.q, t.s, t.block, 1, exact) for t in quantized)
-        return torch.mm(g_MN.t(), x_MK).to(out_dtype)
+        On a processor that does not multiply BF16, FP32 is ten times as fast. The sums are FP32 either way.
+        """
+        return torch.bfloat16 if out_dtype == torch.bfloat16 and scale_format != "fp32" and multiplies_bf16() else torch.float32
+
+    def dequantized(self, x: Quantized, dtype: torch.dtype) -> Tensor:
+        groups = {"rows": (1, x.block), "tokens": (x.block, 1), "blocks": (BLOCK, BLOCK)}
+        return ops.dequantize(x.q, x.s, *groups[x.layout], dtype)
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
         return ops.fingerprint(w_NK)
@@ -58,11 +50,3 @@ class NativeBackend(Backend):
 
 def _quantized(x: Tensor, layout: ScaleLayout, scale_format: ScaleFormat) -> Quantized:
     return Quantized(*ops.quantize(x, layout, scale_format != "fp32", block_of(scale_format)), layout, scale_format)
-
-
-def _exact_dtype(scale_format: ScaleFormat) -> torch.dtype:
-    """A dtype for q * s: BF16 is exact for powers of two (q has 4 significant bits). "fp32" needs FP32, rounded once.
-
-    On a processor that does not multiply BF16, FP32 is ten times as fast. The sums are FP32 either way.
-    """
-    return torch.bfloat16 if scale_format != "fp32" and multiplies_bf16() else torch.float32

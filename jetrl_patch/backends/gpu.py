@@ -344,16 +344,5 @@ class MxBackend(Backend):
             return opaque_fprop(self.name, x_MK, w, out_dtype, splits)
         return super().fprop(x_MK, w, out_dtype, splits)
 
-    def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
-        assert w.for_dgrad is not None  # every weight of a trainer in this format has it
-        exact = written(out_dtype)  # torch.mm returns the dtype of its operands
-        dy = self.quantize_activation(dy_MN, w.scale_format)
-        g_MN = quantize.dequantize_activation(dy.q, dy.s, exact, MX_BLOCK)
-        return torch.mm(g_MN, quantize.dequantize_tokens(w.for_dgrad.q, w.for_dgrad.s, exact, MX_BLOCK)).to(out_dtype)
-
-    def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
-        exact = written(out_dtype)
-        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16, MX_BLOCK)
-        quantized = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
-        g_MN, x_MK = (quantize.dequantize_tokens(t.q, t.s, exact, MX_BLOCK) for t in quantized)
-        return torch.mm(g_MN.t(), x_MK).to(out_dtype)
+    def exact_dtype(self, scale_format: ScaleFormat, out_dtype: torch.dtype) -> torch.dtype:
+        return written(out_dtype)

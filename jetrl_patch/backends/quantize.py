@@ -1,4 +1,4 @@
-"""``Quantized``, the type of every quantized matrix; the reference quantizers; the oracle of the three products in FP64."""
+"""``Quantized``, the type of every quantized matrix; the reference quantizers; the reference of FProp in FP64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jetrl_patch.kernels.formats import (
     BLOCK,
     FP8,
     FP8_MAX,
-    MX_BLOCK,
     ScaleFormat,
     block_of,
     check_fprop,
@@ -237,7 +236,7 @@ def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch
     return dequantize_activation(q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), dtype)
 
 
-# ---- The oracle: the three GEMMs of a linear layer in FP64, slow and independent of summation order
+# ---- FProp in FP64, slow and independent of summation order ---------------------------------------
 # A product of two e4m3fn values has 8 significant bits, and a dot product of 128 of them fits in FP64. So the dot product of a
 # block is exact in any order.
 
@@ -262,20 +261,3 @@ def fprop(
             acc = (acc + dot * scale).float().double()  # FP32 accumulator, one rounding per block: an fma
         partials.append(acc.float())
     return functools.reduce(torch.add, partials).to(out_dtype)
-
-
-def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:
-    """dX [M, K] FP64 = dY W from quantized operands: dY in 1x128 groups along N, W in its 128x128 blocks."""
-    return dequantize_activation(g_MN, s_MG, torch.float64) @ dequantize_weight(w_NK, s_blocks, torch.float64)
-
-
-def dgrad_mx(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_GK: Tensor) -> Tensor:
-    """dX [M, K] FP64 = dY W of MXFP8 operands, both in groups of 32 along N (``Quantized.for_dgrad``)."""
-    g = dequantize_activation(g_MN, s_MG, torch.float64, MX_BLOCK)
-    return g @ dequantize_tokens(w_NK, s_GK, torch.float64, MX_BLOCK)
-
-
-def wgrad(g_MN: Tensor, gs: Tensor, x_MK: Tensor, xs: Tensor, block: int = BLOCK) -> Tensor:
-    """dW [N, K] FP64 = dY^T X from operands quantized in groups of 128 tokens (scales [ceil(M / 128), .])."""
-    assert gs.shape[0] == xs.shape[0] == groups(x_MK.shape[0], block)
-    return dequantize_tokens(g_MN, gs, torch.float64, block).t() @ dequantize_tokens(x_MK, xs, torch.float64, block)

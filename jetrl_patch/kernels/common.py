@@ -172,7 +172,7 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
         raise TypeError(explain(what, required=wanted, found=x.dtype, fix="convert it first"))
     if x.dim() != 2:
         raise ValueError(explain(what, required="two dimensions", found=list(x.shape), fix="flatten the batch first"))
-    if x.numel() and x.shape[1] > 1 and x.stride(1) != 1:  # nothing reads an empty tensor, which ``contiguous`` leaves alone
+    if x.shape[0] and x.shape[1] > 1 and x.stride(1) != 1:  # nothing reads an empty tensor, which ``contiguous`` leaves alone
         found = f"strides {list(x.stride())}"
         raise ValueError(explain(what, required="contiguous rows", found=found, fix="call .contiguous() first"))
     check_device(x)

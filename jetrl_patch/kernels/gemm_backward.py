@@ -68,7 +68,7 @@ def dgrad(
     g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16,
     w_KN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dX [M, K] in BF16 or FP32, as ``backends.quantize.dgrad``. ``w_KN`` is ``transposed(w_NK)``, if it exists already."""
+    """dX [M, K] in BF16 or FP32; ``Backend.dgrad`` is the reference. ``w_KN`` is ``transposed(w_NK)``, if it exists already."""
     (M, N), K = g_MN.shape, w_NK.shape[1]
     if w_NK.shape[0] != N:
         raise ValueError(f"dY {list(g_MN.shape)} and W {list(w_NK.shape)} differ in N")
@@ -119,7 +119,7 @@ def wgrad_kernel(  # type: ignore[no-untyped-def]
 def wgrad(
     g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype = torch.bfloat16, add_to: Tensor | None = None
 ) -> Tensor:
-    """dW [N, K] in BF16 or FP32 from transposed operands; ``backends.quantize.wgrad`` is the reference.
+    """dW [N, K] in BF16 or FP32 from transposed operands; ``Backend.wgrad`` is the reference.
 
     Args:
         g_NM: e4m3 [N, M] with scales ``sg`` [ceil(M/128), N].

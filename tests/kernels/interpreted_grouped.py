@@ -20,6 +20,7 @@ from jetrl_patch.kernels.quantize import (
     requantize_tokens,
 )
 
+from ..fp8 import oracle
 from ..fp8.thresholds import SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
 from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
 
@@ -139,9 +140,9 @@ def test_dgrad(shape, scale_format, out_dtype):
             continue
         own = [t[rows] for t in g]
         assert torch.equal(single[rows], gemm_backward.dgrad(*own, w[expert], s[expert], out_dtype))
-        assert sqnr(single[rows], quantize.dgrad(*own, w[expert], s[expert])) > LEAST[out_dtype]
+        assert sqnr(single[rows], oracle.dgrad(*own, w[expert], s[expert])) > LEAST[out_dtype]
         expected = sum(
-            quantize.dgrad(*(t[i::2][at] for t in both), w[2 * expert + i], s[2 * expert + i]) for i in (0, 1)
+            oracle.dgrad(*(t[i::2][at] for t in both), w[2 * expert + i], s[2 * expert + i]) for i in (0, 1)
         )
         assert sqnr(total[at], expected) > SQNR_KERNEL_FP32
 
@@ -176,7 +177,7 @@ def test_wgrad_is_the_dense_one_over_an_experts_own_tokens(shape, scale_format, 
         expected = gemm_backward.wgrad(*quantize_transposed(g, scale_format), *operand, out_dtype)
         assert torch.equal(dw[expert], expected)
         again = quantize.dequantize_activation(*(t[rows] for t in x), BF16)
-        exact = quantize.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(again, scale_format))
+        exact = oracle.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(again, scale_format))
         assert sqnr(dw[expert], exact) > LEAST[out_dtype]
 
 
