@@ -32,7 +32,7 @@ SQNR_GEMM = 48.0
 NATIVE_EQUALS_ORACLE = 0.995
 #: share of BF16 outputs of the Triton FProp, interpreted (FP32 dots), that equal the oracle's
 KERNEL_EQUALS_ORACLE = 0.999
-#: minimum SQNR in dB of FP32 sums, of the CPU's backends and of interpreted kernels, against the FP64 product of the same operands
+#: minimum SQNR in dB of FP32 sums, on a CPU and of interpreted kernels, against the FP64 product of the same operands
 SQNR_KERNEL_FP32 = 120.0
 #: minimum SQNR in dB of the attention kernels, BF16 in and out, against FP64: output, and gradients (which round P and dS)
 SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT = 48.0, 45.0
