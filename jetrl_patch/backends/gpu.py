@@ -284,8 +284,8 @@ class TritonBackend(GpuBackend):
     ) -> Tensor:
         """As the base class. The product quantizes few rows itself: one launch, the same bits (``kernels.gemm``)."""
         # Only the trainer has splits > 1. Each rank of a rollout holds one range of K.
-        in_one_launch = isinstance(x_MK, Tensor) and splits == 1 and w.layout != "channels" and x_MK.shape[0] <= self.few()
-        if torch.compiler.is_compiling() or not in_one_launch:
+        apart = torch.compiler.is_compiling() or splits > 1 or w.layout == "channels"
+        if apart or isinstance(x_MK, Quantized) or x_MK.shape[0] > self.few():
             return super().fprop(x_MK, w, out_dtype, splits)
         from jetrl_patch.kernels import gemm
 
