@@ -150,6 +150,7 @@ MODELS: dict[str, Model] = {
         "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration",
         {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
         3584, 18944, 28, 28, 4, 152064, use_sliding_window=False,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     ),
     "Qwen3-VL-8B-Instruct": _vision(
         "qwen3_vl", "Qwen3VLForConditionalGeneration", {"out_hidden_size": 4096}, 4096, 12288, 36, 32, 8, 151936, head_dim=128,
@@ -164,7 +165,8 @@ MODELS: dict[str, Model] = {
     "Qwen3.5-122B-A10B": _QWEN3_5_MOE,
     "Qwen3.5-397B-A17B": _QWEN3_5_MOE,
     "GLM-4.1V-9B-Thinking": _vision(
-        "glm4v", "Glm4vForConditionalGeneration", {}, 4096, 13696, 40, 32, 2, 151552, attention_bias=True
+        "glm4v", "Glm4vForConditionalGeneration", {}, 4096, 13696, 40, 32, 2, 151552, attention_bias=True,
+        partial_rotary_factor=0.5, rope_scaling={"type": "default", "mrope_section": [8, 12, 12]},
     ),
     "MiniCPM-o-2_6": _other("VL", "minicpmo", "MiniCPMO"),
 }  # fmt: skip
