@@ -44,6 +44,14 @@ def split_width(K: int, splits: int, block: int = BLOCK) -> int:
 
 # ---- Checks of operands: a kernel computes addresses from sizes, so a wrong size would read other memory
 
+def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int]) -> None:
+    """Raise TypeError for an operand that is not e4m3 with FP32 scales, ValueError for another shape of one of them."""
+    if q.dtype != FP8 or s.dtype != torch.float32:
+        raise TypeError(f"{name}: expected {FP8} with torch.float32 scales, found {q.dtype} with {s.dtype}")
+    if q.dim() != 2 or s.shape != scale_shape:
+        raise ValueError(f"{name}: {list(q.shape)} needs scales of shape {list(scale_shape)}, found {list(s.shape)}")
+
+
 def check_fprop(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False, block: int = BLOCK
 ) -> None:
@@ -56,11 +64,7 @@ def check_fprop(
         ValueError: the shapes do not match, or the tensors are on several devices.
     """
     for name, q, s, rows in (("X", q_MK, s_MG, 1), ("W", w_NK, sw, BLOCK if blocks else 1)):
-        if q.dtype != FP8 or s.dtype != torch.float32:
-            raise TypeError(f"{name}: expected {FP8} with torch.float32 scales, found {q.dtype} with {s.dtype}")
-        if q.dim() != 2 or s.shape != (-(-q.shape[0] // rows), groups(q.shape[1], block)):
-            per = "row" if rows == 1 else f"{rows} rows"
-            raise ValueError(f"{name}: {list(q.shape)} needs one scale per {per} and {block} columns, found {list(s.shape)}")
+        check_operand(name, q, s, (groups(q.shape[0], rows), groups(q.shape[-1], block)))
     what = "an FP8 linear layer"
     if q_MK.shape[1] != w_NK.shape[1]:
         required, found = f"inputs of width {w_NK.shape[1]}, as its weight", f"width {q_MK.shape[1]}"

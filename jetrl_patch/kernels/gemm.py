@@ -9,13 +9,12 @@ from torch import Tensor
 
 from jetrl_patch.errors import explain
 from jetrl_patch.kernels.common import check_input, magnitude, options, quantized, widened
-from jetrl_patch.kernels.formats import ScaleFormat, groups, split_width
+from jetrl_patch.kernels.formats import ScaleFormat, check_operand, groups, split_width
 from jetrl_patch.kernels.gemm_common import FEW as FEW_TILES
 from jetrl_patch.kernels.gemm_common import (
     FEW_ROWS,
     PINNED,
     Tile,
-    check_operand,
     converted,
     descriptor,
     few_tile_for,

@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.formats import FP8, groups
+from jetrl_patch.kernels.formats import FP8, check_operand, groups
 from jetrl_patch.kernels.gemm import launch
 from jetrl_patch.kernels.gemm_common import (
     ALIGN,
     PINNED,
     WIDE,
     check_device,
-    check_operand,
     converted,
     descriptor,
     new_output,

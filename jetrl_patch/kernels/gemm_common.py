@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.kernels.formats import BLOCK, FP8, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, check_operand, groups
 
 #: TMA requires rows that start at multiples of 16 bytes
 ALIGN = 16
@@ -120,21 +120,6 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # the interpreter
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int]) -> None:
-    """Check an operand before a kernel reads it.
-
-    Raises:
-        TypeError: it is not e4m3 with FP32 scales.
-        ValueError: a shape or device does not match.
-    """
-    if q.dtype != FP8 or s.dtype != torch.float32:
-        raise TypeError(f"{name}: expected {FP8} with torch.float32 scales, found {q.dtype} with {s.dtype}")
-    if q.dim() != 2 or s.shape != scale_shape:
-        raise ValueError(f"{name}: {list(q.shape)} needs scales of shape {list(scale_shape)}, found {list(s.shape)}")
-    if s.device != q.device:
-        raise ValueError(f"{name}: the matrix is on {q.device}, its scales on {s.device}")
 
 
 def scaled_in_blocks(x_MK: Tensor, w_NK: Tensor, sw: Tensor) -> bool:

@@ -18,13 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.kernels.common import bf16_value, decode, new_tokens, options, store_tokens, widened
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, check_operand, groups
 from jetrl_patch.kernels.gemm_backward import SIDE, STAGES, WGRAD_WARPS, transposed
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
     Tile,
     check_device,
-    check_operand,
     converted,
     descriptor,
     new_output,

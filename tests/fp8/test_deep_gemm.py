@@ -62,7 +62,7 @@ def test_a_weight_in_blocks_needs_no_scales_per_row(library):
     assert torch.equal(ours.gemm(x, w, BF16), expected) and w._s_rows is None
     with pytest.raises(ValueError, match="inputs of width 1008"):
         ours.gemm(x.columns(0, 128), w, BF16)
-    with pytest.raises(ValueError, match=r"W: \[320, 1008\] needs one scale per 128 rows"):
+    with pytest.raises(ValueError, match=r"W: \[320, 1008\] needs scales of shape \[3, 8\]"):
         ours.gemm(x, replace(w, s=w.s_rows), BF16)
     x_MK, w = operands(300, 48, 1024)
     x = quantize.quantize_activation(x_MK, "pow2")

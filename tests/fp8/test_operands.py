@@ -33,7 +33,7 @@ def operands():
     [
         (lambda q, s, w, t: (q.float(), s, w, t), TypeError, "X: expected torch.float8_e4m3fn .* found torch.float32"),
         (lambda q, s, w, t: (q, s, w, t.double()), TypeError, "W: .* found .* torch.float64"),
-        (lambda q, s, w, t: (q, s[:, :1], w, t), ValueError, r"X: \[3, 256\] needs one scale .* found \[3, 1\]"),
+        (lambda q, s, w, t: (q, s[:, :1], w, t), ValueError, r"X: \[3, 256\] needs scales of shape .* found \[3, 1\]"),
         (lambda q, s, w, t: (q, s, w, t[:1]), ValueError, r"W: \[64, 256\] .* found \[1, 2\]"),
         (lambda q, s, w, t: (q[:, :128], s[:, :1], w, t), ValueError, "inputs of width 256, .*found width 128"),
         (lambda q, s, w, t: (q, s, w.to("meta"), t.to("meta")), ValueError, "on one device, found cpu, meta"),

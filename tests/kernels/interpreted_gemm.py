@@ -257,7 +257,7 @@ def test_empty_batches():
         (lambda a: (*a, torch.float16), TypeError, "found torch.float16"),
         (lambda a: (*a, torch.bfloat16, 4), ValueError, "without cutting a block"),
         (lambda a: (*a, torch.bfloat16, 0), ValueError, "without cutting a block"),
-        (lambda a: (*a[:3], a[3].to("meta")), ValueError, "its scales on meta"),
+        (lambda a: (*a[:3], a[3].to("meta")), ValueError, "operands are on several devices: cpu, meta"),
         (lambda a: (*a[:2], a[2].to("meta"), a[3].to("meta")), ValueError, "several devices: cpu, meta"),
     ],
 )
