@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.trainer.preflight import checkpoint_problems
 from scripts.official import models
 from scripts.official.expand import expand
 from scripts.official.judge import ASYNC, Judged, judge, modes, on_target
@@ -137,3 +139,10 @@ def test_every_record_has_a_type_and_a_class(name):
     model = models.MODELS[name]
     assert model.kind in models.CLASSES and model.family and model.config["architectures"]
     assert model.kind != "dense" or {"hidden_size", "intermediate_size", "num_key_value_heads"} <= set(model.config)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, model in models.MODELS.items() if model.family in FAMILIES))
+def test_a_record_of_a_supported_family_passes_the_models_check(tmp_path, name):
+    """As the hub's own config.json would: a record without a key that a check asks for makes the page refuse its scripts."""
+    models.write_all(tmp_path)
+    assert list(checkpoint_problems(models.folder(name, tmp_path), modes()["linear"], 1)) == []
