@@ -45,7 +45,7 @@ def test_an_engine_that_cannot_be_built_is_named_with_its_cause():
     assert "RUNNING" in said
     error = said[-1]
     assert error == (
-        "vLLM engine 1: required a running engine, found ValueError: no model in /here and its folder. Remove the cause, "
+        "vLLM engine 1: required a running engine, found ValueError: no model in /here and its folder. Fix the cause, "
         "which the engine's output shows in full, and start again."
     )
 
