@@ -210,8 +210,8 @@ def test_exact_mode_on_a_gpu_without_its_ops(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="device type 'xpu'"):
         refuse_exact_on("xpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    with pytest.raises(ConfigError, match=r"compute capability 7.5, below 8.0"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"found compute capability 8\.0\. Use align='linear' if vLLM serves FP8 on it"):
         refuse_exact_on("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
