@@ -113,9 +113,10 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
             dist.broadcast_object_list(told, src=0)
         source.base.offer(told[0])
     if sends:
-        by_ray = bool(getattr(trainer.strategy.args.vllm, "sync_with_ray", False))
-        to_group = functools.partial(broadcast, group=trainer._model_update_group, by_ray=by_ray)
-        wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, to_group)
+        wire: Wire = IpcWire(orders)
+        if not trainer.use_cuda_ipc:  # with it, there is no group
+            by_ray = bool(getattr(trainer.strategy.args.vllm, "sync_with_ray", False))
+            wire = GroupWire(orders, functools.partial(broadcast, group=trainer._model_update_group, by_ray=by_ray))
         device = next(model.parameters()).device
         send_all(wire, pack(source.stream(weights, stats), device))
     else:
