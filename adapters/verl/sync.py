@@ -12,7 +12,7 @@ from jetrl_patch.adapters.verl import old_log_probs, routes
 from jetrl_patch.adapters.verl.state import RECORD, WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, own, sync_id, watched_sender
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConflictError, NotPatchedError, SyncError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.delta import held_by
 from jetrl_patch.sync.send import SyncStats, fp16_stream
@@ -133,6 +133,9 @@ def get_per_tensor_param(original: Any, self: Any, *args: Any, **kwargs: Any) ->
         raise NotPatchedError(
             "the trainer's model was built before this process was patched. Call jetrl_patch.enable() before the model is built."
         )
+    if peft is not None:
+        what, fix = "weight sync to a quantized rollout", f"set model.lora.merge=True, or use {UNQUANTIZED}"
+        raise ConflictError(explain(what, required="full weights, or merged ones", found="LoRA adapters", fix=fix))
     looks = prepared.monitor is not None and prepared.monitor.decides
     prepared.begin_sync(lambda: weights, WORKER.followers)
     again = original(self, *args, **kwargs)[0] if looks else weights

@@ -51,13 +51,14 @@ def checkpoint_problems(
     path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False
 ) -> Generator[JetrlError, None, Any]:
     """Yield all errors that ``check_checkpoint`` would raise, one by one. Without errors, return what it returns."""
-    read: list[Any] = []
-    yield from raised(lambda: read.append(read_config(path, config, trust_remote_code)))
-    if not read or read[0] is None:
+    try:
+        hf_config = read_config(path, config, trust_remote_code)
+    except JetrlError as error:
+        yield error
         return None
-    found = list(model_problems(read[0], config, rollout_tp, rollout_ep))
+    found = [] if hf_config is None else list(model_problems(hf_config, config, rollout_tp, rollout_ep))
     yield from found
-    return None if found else read[0]
+    return None if found else hf_config
 
 
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False) -> Any:

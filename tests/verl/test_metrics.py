@@ -107,6 +107,12 @@ def test_a_model_built_before_the_patch_stops_the_sync():
         wrapped(SimpleNamespace())
 
 
+def test_lora_stops_the_sync():
+    wrapped = sync.get_per_tensor_param(lambda self: (iter(()), {"r": 8}))
+    with pytest.raises(ConflictError, match="LoRA"):
+        wrapped(SimpleNamespace(_jetrl=SimpleNamespace()))
+
+
 def test_bf16_is_counted_and_passed_on(monkeypatch):
     monkeypatch.setattr(session, "active_config", lambda: Config(precision="bf16"))
     source = [("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
