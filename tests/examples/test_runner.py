@@ -182,7 +182,9 @@ def test_a_run_within_a_run_ends_with_it(tmp_path: Path) -> None:
     """The inner run has its own session and mark. When the outer one ends, nothing else would end it."""
     code = (
         "import os, sys, time; from pathlib import Path; from examples.common.processes import Group; "
-        "inner = Group([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, Path.cwd(), Path(sys.argv[1])); "
+        "inner = Group([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, Path.cwd(), Path(sys.argv[1]))\n"
+        "while not inner.members():  # during its exec a process shows no environment\n"
+        "    time.sleep(0.1)\n"
         "print(inner.leader.pid, flush=True); os._exit(0)"
     )
     log = tmp_path / "log"
