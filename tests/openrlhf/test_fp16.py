@@ -27,7 +27,7 @@ def assert_fp16(found: list[dict[str, float]]) -> None:
 def test_fp16_zero2_with_a_reference_model(task):
     run = Run(task, environ=FP16)
     assert_fp16(finish(run))
-    assert "--ds.param_dtype fp16" in run.text and "dtype='float16', which was 'bfloat16'" in run.text
+    assert "--ds.param_dtype fp16" in run.text and "set dtype='float16' instead of 'bfloat16'" in run.text
 
 
 def test_fp16_zero3_on_two_ranks(task):
