@@ -81,6 +81,10 @@ BUGS = {
         "vllm.v1.engine.utils",
         "proc.name: proc.exitcode\n            for proc in self.processes\n            if proc.exitcode is not None",
     ),
+    "vllm: vllm.v1.engine.core_client.AsyncMPClient._ensure_output_queue_task": (
+        "vllm.v1.engine.core_client",
+        "except asyncio.CancelledError:\n                outputs_queue.put_nowait(EngineDeadError())\n\n        resources.output",
+    ),
     "vllm: vllm.model_executor.models.transformers.base.Base._decorate_for_torch_compile": (
         "vllm.model_executor.models.transformers.base",
         "self._decorate_cls_for_torch_compile(\n            cls=self._pre_trained_model_classes.decoder,",

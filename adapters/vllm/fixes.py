@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import multiprocessing
@@ -41,6 +42,29 @@ def _in_words(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:  # a signal without a name
         return f"killed by signal {-status}"
+
+
+# ---- Calls that an engine can no longer answer ---------------------------------------------------
+# A call into an engine's process (pause, sleep, a call to its workers) waits for its answer. If the process ends first, vLLM ends
+# the task that reads the answers, but not the wait.
+
+@replacement
+def ensure_output_queue_task(original: Any, self: Any) -> None:
+    """Start the task that reads an engine's answers. When it ends, fail the calls that still wait for one."""
+    running = self.resources.output_queue_task
+    original(self)
+    task = self.resources.output_queue_task
+    if task is not running:
+        task.add_done_callback(functools.partial(_fail, self.utility_results))
+
+
+def _fail(waiting: dict[int, asyncio.Future[Any]], _: object) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    for future in waiting.values():
+        if not future.done():
+            future.set_exception(EngineDeadError())
+    waiting.clear()
 
 
 # ---- Shared memory that a killed process leaves behind -------------------------------------------
@@ -275,6 +299,12 @@ FIXES: tuple[Patch, ...] = (
         reason="when an engine is killed during start-up, vLLM says only that start-up failed, not which signal killed it",
         upstream="https://github.com/vllm-project/vllm/issues/19002",
         remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process, and reports the signal",
+    ),
+    Patch(
+        "vllm.v1.engine.core_client", "AsyncMPClient._ensure_output_queue_task", ensure_output_queue_task, fixes="vllm",
+        reason="when an engine is killed during a call (pause_generation, collective_rpc), the caller waits forever",
+        upstream="https://github.com/vllm-project/vllm/pull/56416",
+        remove_when="vLLM's AsyncMPClient fails the calls in utility_results when its output task ends",
     ),
     Patch(
         "tqdm.std", "TqdmDefaultWriteLock.create_mp_lock", create_mp_lock, fixes="tqdm",
