@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -41,9 +42,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.e2e
-def test_calls_end_with_the_engine(checkpoint: Callable[..., str], tmp_path: object) -> None:
-    script = f"{tmp_path}/script.py"
-    with open(script, "w") as file:
-        file.write(KILLED)
+def test_calls_end_with_the_engine(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"  # a file, because vLLM spawns the engine's process
+    script.write_text(KILLED)
     done = subprocess.run([sys.executable, script, checkpoint("qwen3")], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0 and "both calls ended" in done.stdout, done.stdout[-3000:] + done.stderr[-6000:]
