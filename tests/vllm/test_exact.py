@@ -198,11 +198,9 @@ def test_prefix_caching_and_chunked_prefill(
 ) -> None:
     jetrl_patch.enable(precision="fp8-unified")
     job = split_prompts(checkpoint(variant), cached, chunked)
-    llm = engine(job)
-    samples, held = of_one_prefix(llm, shared=100)
-    if variant == "deepseek_v3":  # without AMX vLLM caches no prefixes of latent attention
-        cached = llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
-    assert (held >= 96) is cached
+    samples, held = of_one_prefix(engine(job), shared=100)
+    # without AMX vLLM caches no prefixes of latent attention
+    assert (held >= 96) is (cached and (variant != "deepseek_v3" or torch.cpu._is_amx_tile_supported()))
     assert_equal(job, samples, tokens=96)
 
 
