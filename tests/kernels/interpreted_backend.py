@@ -19,7 +19,7 @@ from jetrl_patch.kernels import gemm, gemm_common
 
 from ..fp8.layer import run_and_compare
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_KERNEL_FP32, sqnr
-from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
+from .interpreted_gemm import FORMATS
 
 assert triton.knobs.runtime.interpret
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from jetrl_patch.kernels import attention
 
 from ..fp8.thresholds import SQNR_ATTENTION, sqnr
-from .interpreted_exact import ends, exact_dot, gradients_against_fp64, oracle, packed, paged, rand  # noqa: F401
+from .interpreted_exact import ends, gradients_against_fp64, oracle, packed, paged
 
 assert triton.knobs.runtime.interpret
 

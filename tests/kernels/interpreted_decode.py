@@ -18,7 +18,7 @@ from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import DECODED, compare_rows
 from jetrl_patch.kernels import gemm, gemm_common, quantize
 
-from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
+from .interpreted_gemm import FORMATS
 from .interpreted_quantize import data
 
 assert triton.knobs.runtime.interpret

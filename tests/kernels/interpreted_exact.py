@@ -1,21 +1,16 @@
 """The exact ops' kernels in the interpreter: a row against itself in other batches, and values against FP64.
 
 ``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-Dots are computed in FP64 here, because numpy's FP32 product depends on a row's position in the tile; the tests cover
-everything around the dots.
 """
 
 from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch.nn import functional as F
-from triton.runtime import interpreter
 
 from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError
@@ -31,16 +26,6 @@ assert triton.knobs.runtime.interpret
 
 BF16 = torch.bfloat16
 LENGTHS = [1, 33, 7, 64, 81]
-
-
-@pytest.fixture(autouse=True)
-def exact_dot(monkeypatch):
-    def create_dot(self, a, b, d, *precision):
-        assert a.dtype.scalar == b.dtype.scalar == tl.bfloat16
-        left, right = ((t.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for t in (a, b))
-        return interpreter.TensorHandle((left @ right + d.data).astype(np.float32), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def rand(*shape, seed=0):

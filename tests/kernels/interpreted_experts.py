@@ -22,7 +22,6 @@ from jetrl_patch.kernels import gemm_grouped
 
 from ..fp8.mixture import Layer, matrices_of
 from ..fp8.thresholds import SQNR_EXPERTS, sqnr
-from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
 from .interpreted_grouped import BF16, FP32, rand
 from .traffic import Traffic
 

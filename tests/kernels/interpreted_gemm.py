@@ -1,18 +1,14 @@
 """The Triton GEMMs in the interpreter, against the FP64 reference and against themselves in other batches.
 
 ``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-The dot of a block is computed in FP64 here, because numpy's FP32 product depends on a row's position in the tile; the
-tests cover everything around it.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
 from jetrl_patch.backends import quantize
 from jetrl_patch.backends.quantize import block_scales as in_torch
@@ -25,18 +21,6 @@ from ..fp8 import oracle
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
 
 assert triton.knobs.runtime.interpret
-
-
-@pytest.fixture(autouse=True)
-def exact_dot(monkeypatch):
-    original = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, d, *precision):
-        zero = interpreter.TensorHandle(np.zeros_like(d.data, dtype=np.float64), tl.float64)
-        dot = original(self, a, b, zero, *precision).data
-        return interpreter.TensorHandle((dot + d.data).astype(np.float32), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 SHAPES = [(1, 128, 128), (5, 64, 320), (33, 320, 1000), (130, 200, 257), (200, 17, 129)]  # M, N, K

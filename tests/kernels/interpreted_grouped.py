@@ -22,7 +22,6 @@ from jetrl_patch.kernels.quantize import (
 
 from ..fp8 import oracle
 from ..fp8.thresholds import SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
-from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
 
 assert triton.knobs.runtime.interpret
 

@@ -19,7 +19,6 @@ from ..exact.test_latent import (
     test_gradients_are_those_of_the_expanded_form,  # noqa: F401
 )
 from ..fp8.thresholds import SQNR_ATTENTION, sqnr
-from .interpreted_exact import exact_dot  # noqa: F401
 
 assert triton.knobs.runtime.interpret
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -133,6 +133,8 @@ def test_chunks_of_hidden_states_without_entropies(head, monkeypatch):
         alone.backward(grad)
         found.append((alone, h.grad, w.grad))
     (ours, *gradients), (theirs, *expected) = found
+    logits = (hidden.double() @ weight.double().t()).to(BF16 if head is ops.linear else FP32)
+    assert bool((theirs.double() - in_fp64(logits, labels, 0.7, grad)[0]).abs().max() < 1e-4)
     assert torch.equal(ours, theirs) and torch.equal(gradients[0], expected[0])
     assert sqnr(gradients[1], expected[1].float()) > SQNR_GEMM
 

@@ -13,7 +13,6 @@ from jetrl_patch.fp8.mixture import added, weighted_sums
 from jetrl_patch.kernels import gemm_grouped
 from jetrl_patch.kernels.mixture import ROWS, route
 
-from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
 from .interpreted_grouped import BF16, FP32, chosen
 
 
