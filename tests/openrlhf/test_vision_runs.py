@@ -11,9 +11,9 @@ from tests import vision_models
 from tests.openrlhf.run_openrlhf import Run
 from tests.openrlhf.test_e2e import TIMEOUT, finish
 
-BF16, LINEAR, ROLLOUT = (
-    {"JETRL_PRECISION": "bf16"}, {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}, {"JETRL_PRECISION": "fp8-rollout"},
-)  # fmt: skip
+#: with fixes, because vLLM would sample placeholders of images, which OpenRLHF's trainer takes for images
+BF16 = {"JETRL_PRECISION": "bf16", "JETRL_UPSTREAM_FIXES": "true"}
+LINEAR, ROLLOUT = {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}, {"JETRL_PRECISION": "fp8-rollout"}
 EXACT = {"JETRL_PRECISION": "fp8-unified"}
 STEPS = 3
 FROZEN = "--actor.freeze_visual_encoder"
