@@ -246,8 +246,7 @@ def steps_of(task, *extra: str, **environ: str) -> list[dict[str, float]]:
     steps = run.metrics()
     assert len(steps) == 2, run.text[-3000:]
     for step in steps:
-        assert step["jetrl/tokens"] >= 16, step
-        assert (step["actor_grad_norm"] > 0) == (step.get("jetrl/masked_fraction", 0.0) < 1), step
+        assert step["jetrl/tokens"] >= 16 and step["actor_grad_norm"] > 0, step
     return steps
 
 
@@ -277,7 +276,7 @@ def test_where_both_sides_agree_every_correction_is_the_identity(task, kind) -> 
     ("kind", "bounds"),
     [
         ("tis", "1.001"), ("seq-tis", "1.001"), ("mis", "1.001"), ("seq-mis", "1.001"), ("icepop", "0.98,1.02"),
-        ("geo-mis", "0.98,1.02"), ("acr", "1.001"),
+        ("geo-mis", "0.975,1.025"), ("acr", "1.001"),
     ],
 )  # fmt: skip
 def test_where_they_do_not_agree_the_loss_applies_what_we_log(task, kind, bounds) -> None:
