@@ -249,6 +249,9 @@ def _check_exact(model: Any) -> dict[str, type]:
         kinds |= {family.norm: ExactOnePlusNorm, family.gated_norm: ExactGatedNorm, family.delta_rule: ExactDeltaNet}
     known_kinds = {*kinds, *family.experts, *(("Conv1d",) if family.delta_net else ())}
     for name, module in model.named_modules():
+        if max_norm := getattr(module, "max_norm", None):
+            required, fix = "an embedding whose lookup changes no weight", "set max_norm=None"
+            raise ModelError(explain(f'align="exact" of {name}', required=required, found=f"max_norm={max_norm}", fix=fix))
         if in_tower(name):
             if _is_tower(name):
                 tower.check(module, name)

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch.config import Config
@@ -109,12 +108,13 @@ def longest_context(config: Any) -> int:
 
 
 class ExactEmbedding:
-    """Embedding in BF16, the dtype of the residual stream, whatever the dtype of the master weights."""
+    """Embedding in BF16, the dtype of the residual stream, whatever the dtype of the master weights.
 
-    weight: Tensor
+    The lookup stays the module's own, with its settings: ``padding_idx``, for example, keeps a row from being trained.
+    """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.embedding(input, self.weight).to(torch.bfloat16)
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input).to(torch.bfloat16)  # type: ignore[misc]
 
 
 class ExactLinear:

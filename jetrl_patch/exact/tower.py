@@ -197,7 +197,7 @@ class ExactVisionAttention:
 def _counterpart(module: Any) -> type | None:
     """The exact counterpart of a tower's module; None if it needs none. By structure: the classes differ between families."""
     kind = type(module).__name__
-    if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride:
+    if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride and not any(module.padding):
         return ExactPatches
     if isinstance(module, nn.LayerNorm):
         return ExactLayerNorm

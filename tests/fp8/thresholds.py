@@ -21,11 +21,9 @@ SQNR_UNQUANTIZED = {
 SQNR_EXPERTS = {"y": 22.5, "x": 21.5, "gate_up": 21.5, "down": 22.5, "weights": 19.0}
 #: the same of experts in BF16
 SQNR_EXPERTS_BF16 = 40.0
-#: minimum SQNR in dB of the gradients of a whole mixture in exact mode against FP64, with the same routes: its experts, routers,
-#: shared experts, and all together; and of its routers' gradients of the auxiliary loss alone against BF16, with its own routes
+#: minimum SQNR in dB of the gradients of a whole mixture against FP64, with the same routes: its experts, routers, shared
+#: experts, and all together; and of its routers' gradients of the auxiliary loss alone against BF16, with its own routes
 SQNR_MIXTURE = {"experts": 11.0, "router": 10.0, "shared": 11.0, "": 11.0, "auxiliary": 7.0}
-#: the same of each part of a mixture with gated delta nets, almost all of its layers in BF16
-SQNR_MIXTURE_BF16 = 20.0
 #: minimum SQNR in dB against the FP64 product of the same quantized operands, BF16 output
 SQNR_GEMM = 48.0
 #: share of BF16 outputs of the native FProp that equal the oracle's
@@ -42,6 +40,11 @@ SQNR_DELTA_NET, SQNR_DELTA_NET_GRADIENT = 42.0, 40.0
 SAVED_BYTES_RATIO = 0.55
 #: minimum cosine similarity between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor
 GRADIENT_COSINE = 0.9
+#: minimum SQNR in dB of a model's gradients in exact mode against transformers' in FP32, together and by kind of parameter: all
+#: layers in FP8, and one; and one in models with gated delta nets, which amplify noise
+SQNR_GRADIENT, SQNR_GRADIENT_NETS = {"fp8": 10.0, "bf16": 22.0}, 15.0
+#: maximum share of a model's gradients that are 0 for rounding alone: most are of experts with few tokens
+UNDERFLOW = 1e-3
 #: minimum SQNR in dB of a whole model's gradients against FP64: all layers in FP8, and all but one in BF16
 SQNR_MODEL_GRADIENT = {"fp8": 8.0, "bf16": 25.0}
 #: maximum mean difference of log-probs between an FP8 rollout and the trainer's model without exact mode: of dense models, and by

@@ -24,7 +24,6 @@ from jetrl_patch.models.structure import unit_of
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 from jetrl_patch.trainer.source import convert
 from tests import vision_models
-from tests.fp8.thresholds import SQNR_MIXTURE_BF16, sqnr
 
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
 #: FP8 layers of both blocks, of which one may have a delta net, with three of its five
@@ -129,25 +128,6 @@ def test_exact_mode_swaps_every_op_and_keeps_the_config(family: str) -> None:
     assert torch.equal(model(**inputs, use_cache=False).logits[0], left)
     left.float().logsumexp(-1).sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.model.visual.parameters())
-
-
-def test_gradients_of_delta_nets_and_a_tower_against_fp64() -> None:
-    """Gated delta nets amplify noise. With all layers but k_proj in BF16 an error would show."""
-    exclude = ("linear_attn", "mlp", "q_proj", "v_proj", "o_proj")
-    jetrl_patch.enable(precision="fp8-unified", exclude=exclude)
-    inputs = looking("qwen3_5")
-    ours, plain = (vision_models.build("qwen3_5") for _ in range(2))
-    prepared(ours, Config(precision="fp8-unified", exclude=exclude))
-    found: list[dict[str, torch.Tensor]] = []
-    for model, pixels in ((ours, inputs["pixel_values"]), (plain.double(), inputs["pixel_values"].double())):
-        model.train()
-        log_probs = model(**{**inputs, "pixel_values": pixels}, use_cache=False).logits[0].log_softmax(-1)
-        log_probs[:-1].gather(1, inputs["input_ids"][0, 1:, None]).mean().backward()
-        found.append({name: p.grad.double() for name, p in model.named_parameters()})
-    for part in ("visual", "A_log", "dt_bias", "conv1d", "in_proj_b", "in_proj_a", "linear_attn.norm", "self_attn", ""):
-        reached = sqnr(*(torch.cat([g.flatten() for name, g in grads.items() if part in name]) for grads in found))
-        assert reached > SQNR_MIXTURE_BF16, (part, reached)
-        print(part, reached)
 
 
 @pytest.mark.parametrize("family", vision_models.FAMILIES)

@@ -22,8 +22,7 @@ from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
 from ..fp8.thresholds import SQNR_MIXTURE, sqnr
 from ..models import build, config_of
-from .test_mixtures import follow, gradients, routes_of
-from .test_prepare import sequences
+from .stock import follow, gradients, routes_of, texts
 
 pytestmark = pytest.mark.pins
 
@@ -40,10 +39,10 @@ def test_gradients_against_fp64(options: dict[str, Any]) -> None:
     linears = {name for name, module in attention.named_children() if isinstance(module, nn.Linear)}
     assert {name for name in linears if type(getattr(attention, name)) is not Fp8Linear} == {"kv_b_proj"}
     assert not any("kv_b_proj" in layer for layer in layers)
-    ids, routes = sequences(ours), routes_of(ours, family)
-    found = gradients(ours, ids)
+    given, routes = texts(ours), routes_of(ours, family)
+    found = gradients(ours, given)
     follow(plain, family, routes)
-    expected = gradients(plain, ids)
+    expected = gradients(plain, given)
     assert found.keys() == expected.keys()
     parts = {"experts": ".mlp.experts.", "router": ".mlp.gate.", "shared": ".mlp.shared_expert", "": "kv_b_proj", " ": ""}
     for part, inside in parts.items():

@@ -25,8 +25,9 @@ from jetrl_patch.config import Config
 from jetrl_patch.exact.ops import token_log_probs
 from tests.fp8.thresholds import sqnr
 from tests.models import VARIANTS, build
-from tests.transformers.test_families import KEPT
 
+#: all layers in FP8, and all but one in BF16: there a wrong factor or a missing rounding stands out of the noise
+KEPT = {"fp8": (), "bf16": ("layers.0", "layers.1", "self_attn", "gate_proj", "up_proj")}
 LENGTHS = [3, 117, 1, 140, 40]  # 301 tokens: two ranks need one more, and WGrad has several groups
 
 
