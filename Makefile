@@ -137,17 +137,19 @@ official: $(SELF)
 # and after it the kernels with an older triton. Line coverage more than doubles Python's time, so only test-all measures it.
 test: lint
 ifeq ($(ARGS),)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others test-triton
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others test-triton; status=$$?; \
+	$(PY) -m scripts.cpu_seconds outputs/cpu-seconds-*.json; exit $$status
 else
 	$(TEST) -m "not slow" $(ARGS)
 endif
 
 test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni
 	@mkdir -p outputs
-	@$(TEST) -m "not slow" tests/vllm >outputs/test-engines.log 2>&1; status=$$?; cat outputs/test-engines.log; exit $$status
+	@$(TEST) -m "not slow" --cpu-seconds outputs/cpu-seconds-engines.json tests/vllm >outputs/test-engines.log 2>&1; \
+	status=$$?; cat outputs/test-engines.log; exit $$status
 
 test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(GYM)
-	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(TEST) -m "not slow" --cpu-seconds outputs/cpu-seconds-others.json --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## adds the slow tests: every model family, more ranks, both trainers, killed workers
 # one file at a time, because of their memory
@@ -178,7 +180,7 @@ test-pins-%: build/pins/%/.done $(SELF) $(VENV)/vision
 TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)
 test-triton: build/triton-$(TRITON)/.done $(SELF)
 	@mkdir -p outputs
-	@PYTHONPATH=build/triton-$(TRITON) $(TEST) tests/kernels -k "not interpreter" $(ARGS) >outputs/test-triton.log 2>&1; \
+	@PYTHONPATH=build/triton-$(TRITON) $(TEST) --cpu-seconds outputs/cpu-seconds-triton.json tests/kernels -k "not interpreter" $(ARGS) >outputs/test-triton.log 2>&1; \
 	status=$$?; cat outputs/test-triton.log; exit $$status
 
 .PRECIOUS: build/triton-%/.done

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from jetrl_patch.config.environment import without_settings
+from tests.cpu_seconds import CpuSeconds
 
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine may be slow
 hypothesis.settings.load_profile("house")
@@ -26,6 +28,15 @@ for name, value in {
     os.environ.setdefault(name, value)
 for name in os.environ.keys() - without_settings().keys():
     del os.environ[name]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-seconds", type=Path, metavar="FILE", help="write the CPU-seconds of each test file to this JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.cpu_seconds is not None:
+        config.pluginmanager.register(CpuSeconds(config.option.cpu_seconds))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
