@@ -163,6 +163,9 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"correction": "mis", "correction_bounds": (float("nan"), 2.0)}, "low must lie between 0 and high"),
         ({"correction": "seq-mis", "correction_bounds": (-1.0, 2.0)}, "low must lie between 0 and high"),
         ({"correction": "mis", "correction_bounds": (1, 2, 3)}, "found 3 numbers"),
+        ({"correction": "mis", "correction_bounds": 0.9}, "agree, found 0.9. Move the bounds, or drop"),
+        ({"correction": "tis", "correction_bounds": 0.5}, "required bounds around 1"),
+        ({"correction": "geo-mis", "correction_bounds": (1.1, 2)}, "geo-mis': required bounds around 1"),
         ({"acr": True}, "acr=True with correction='none'"),
         ({"acr": True, "correction": "seq-tis"}, "Set correction='tis' or drop acr"),
         ({"acr": "yes", "correction": "tis"}, "must be True or False"),
@@ -244,7 +247,7 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
     monitor_action=st.sampled_from(["warn", "stop"]),
     guard_sqnr=st.none() | st.floats(-100, 100),
     correction=st.sampled_from(KINDS),
-    cap=st.none() | st.floats(min_value=1e-6, max_value=1e9),
+    cap=st.none() | st.floats(min_value=1, max_value=1e9),
     acr=st.booleans(),
     optimizer_states=st.sampled_from(["fp32", "8bit", "fp8"]),
     resume_any=st.booleans(),
@@ -258,7 +261,7 @@ def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     fields["fp8_all_gather"] &= fields["guard_sqnr"] is None
     cap = fields.pop("cap")
     if cap is not None and fields["correction"] != "none":
-        fields["correction_bounds"] = (cap / 3, cap) if CORRECTIONS[fields["correction"]].bounds == (2,) else cap
+        fields["correction_bounds"] = (1 / cap, cap) if CORRECTIONS[fields["correction"]].bounds == (2,) else cap
     fields["acr"] &= fields["correction"] == "tis"
     config = Config(**fields)
     exported = config.to_env()

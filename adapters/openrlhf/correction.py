@@ -13,7 +13,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.config import Config
-from jetrl_patch.config.corrections import interval
+from jetrl_patch.config.corrections import AROUND_ONE, around_one, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
 
@@ -50,13 +50,18 @@ def in_use(advantage: Any, config: Config) -> tuple[str, tuple[float, float]] | 
     level = getattr(advantage, "is_correction_level", "off")
     if level == "off":
         return "none", (0.0, math.inf)
-    bounds = [float(value) for value in advantage.is_correction_threshold]
-    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
+    low, high = _bounds(advantage)
     if level != "token" or advantage.is_correction_gating != "ratio":
         return None
     if advantage.is_correction_mode == "clip":
         return ("tis", (low, high)) if low == 0.0 else None
     return ("mis" if low == 0.0 else "icepop"), (low, high)
+
+
+def _bounds(advantage: Any) -> tuple[float, float]:
+    """Return the bounds of OpenRLHF's correction; the low one is 0 if there is only a cap."""
+    *low, high = map(float, advantage.is_correction_threshold)
+    return (low[0] if low else 0.0), high
 
 
 def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:
@@ -69,9 +74,15 @@ def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[s
 
 def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each argument of OpenRLHF that contradicts the configured correction."""
+    advantage = args.algo.advantage
     if config.correction == "none":
+        if advantage.is_correction_level != "off" and advantage.is_correction_gating == "ratio" and not config.mode.only_measures:
+            bounds = _bounds(advantage)
+            if not around_one(*bounds):
+                what, fix = f"OpenRLHF's {_FLAG}threshold", "move the bounds, or leave it at its default"
+                yield ConfigError(explain(what, required=AROUND_ONE, found=f"{bounds}", fix=fix))
         return
-    advantage, ours = args.algo.advantage, f"correction={config.correction!r}{', acr=True' if config.acr else ''}"
+    ours = f"correction={config.correction!r}{', acr=True' if config.acr else ''}"
     theirs = {name.removeprefix("is_correction_"): getattr(advantage, name) for name in _FIELDS}
     asked = wanted(config)
     if theirs["level"] != "off" and any(getattr(advantage, name) != asked.get(name) for name in _FIELDS):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch import session
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, named, selector
 from jetrl_patch.config import Config
-from jetrl_patch.config.corrections import CORRECTIONS, interval
+from jetrl_patch.config.corrections import AROUND_ONE, CORRECTIONS, around_one, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
 
@@ -217,9 +217,15 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         path = f"{CORRECTION}.bypass_mode"
         if loss not in ("vanilla", "bypass_mode"):
             yield _wrong(path, config, "loss_mode=vanilla, because verl's bypass mode has its own losses", repr(loss))
+        if config.acr:
+            yield _wrong(path, config, "false, because ACR changes the clip of a loss that bypass mode replaces", "true")
         if config.correction in _WEIGHTS and section.get("loss_type", "ppo_clip") != "reinforce":
             yield _wrong(path, config, "loss_type=reinforce, because ppo_clip applies no weights there", "ppo_clip")
     if config.correction == "none":
+        name, bounds = in_use(section) or ("none", (0.0, math.inf))
+        if not config.mode.only_measures and not around_one(*bounds):
+            what, fix = f"{named(CORRECTION)} ({name})", "move rollout_is_threshold or rollout_rs_threshold"
+            yield ConfigError(explain(what, required=AROUND_ONE, found=f"{bounds}", fix=fix))
         return
     if (section.get("rollout_is") or section.get("rollout_rs")) and not _same(section, config):
         names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize")

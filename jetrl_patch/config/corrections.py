@@ -84,6 +84,14 @@ _TABLE = (
 CORRECTIONS: dict[str, Correction] = {found.name: found for found in _TABLE}
 KINDS: tuple[Kind, ...] = ("none", *(found.name for found in _TABLE))
 
+#: ``required`` of an error about bounds. Where both sides agree every ratio is 1: bounds without it drop or change every token
+AROUND_ONE = "bounds around 1, the ratio of a token on which trainer and rollout agree"
+
+
+def around_one(low: float, high: float) -> bool:
+    """Whether bounds leave a ratio of 1 unchanged."""
+    return low <= 1 <= high
+
 
 def interval(kind: str, bounds: Sequence[float] | None = None) -> tuple[float, float]:
     """The (lowest, highest) ratio that a correction leaves unchanged; the lowest is 0 if there is only a cap."""

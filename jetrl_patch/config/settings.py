@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, cast
 
 from jetrl_patch.config import environment
-from jetrl_patch.config.corrections import CORRECTIONS
+from jetrl_patch.config.corrections import AROUND_ONE, CORRECTIONS, around_one, interval
 from jetrl_patch.config.fields import AUTO_SWITCH, SETTINGS, SWITCH, Fields
 from jetrl_patch.config.modes import MODES, Granularity, Mode, ResolvedAlign, RolloutFormat
 from jetrl_patch.errors import ConfigError, explain, unknown
@@ -257,6 +257,9 @@ def _bounds(kind: str, bounds: object) -> tuple[float, ...]:
         raise ConfigError(f"{what}: the cap must be a positive, finite number.")
     if not 0 <= found[0] <= found[-1]:
         raise ConfigError(f"{what}: low must lie between 0 and high. Write low first.")
+    if not around_one(*interval(kind, found)):
+        fix = "move the bounds, or drop correction_bounds to use the defaults"
+        raise ConfigError(explain(f"{what} with correction={kind!r}", required=AROUND_ONE, found=f"{bounds!r}", fix=fix))
     return found
 
 

@@ -77,6 +77,8 @@ def test_acr_leaves_openrlhfs_flags_off() -> None:
         (Config(correction="seq-tis"), arguments(level="token"), "correction='seq-tis'"),
         (Config(correction="tis", acr=True), arguments(level="token", mode="clip", threshold=[0.0, 2.0]), "acr=True"),
         (Config(correction="tis"), arguments(loss="gspo"), "other losses apply no weights), found 'gspo'"),
+        (Config(), arguments(level="token", threshold=[0.2, 0.9]), "threshold: required bounds around 1, the ratio"),
+        (Config(), arguments(level="seq", threshold=[1.5, 2.0]), "required bounds around 1"),
     ],
 )  # fmt: skip
 def test_what_contradicts_is_one_error_that_names_both(config, args, says) -> None:

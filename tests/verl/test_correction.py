@@ -122,6 +122,17 @@ def test_bypass_mode_reaches_the_workers(composed) -> None:
         (Config(correction="tis", acr=True), ["algorithm.adv_estimator=optimal_token_baseline"], "truncated weights"),
         (Config(correction="tis"), [f"{C}.bypass_mode=true"], "required loss_type=reinforce"),
         (Config(), [f"{C}.bypass_mode=true", f"{LOSS}=gspo"], "its own losses, found 'gspo'"),
+        (
+            Config(correction="tis", acr=True), [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce"],
+            "bypass_mode with correction='tis', acr=True: required false, because ACR changes the clip of a loss that bypass "
+            "mode replaces, found true",
+        ),
+        (
+            Config(), [f"{C}.rollout_is=token", f"{C}.rollout_is_threshold='0.2_0.9'"],
+            "rollout_correction (icepop): required bounds around 1, the ratio of a token on which trainer and rollout agree, "
+            "found (0.2, 0.9)",
+        ),
+        (Config(), [f"{C}.rollout_rs=seq_mean_k1", f"{C}.rollout_rs_threshold='1.1_2'"], "required bounds around 1"),
     ],
 )  # fmt: skip
 def test_what_contradicts_is_one_error_that_names_both(composed, config, overrides, says) -> None:
