@@ -136,6 +136,7 @@ _NSYS = "set it to nsys"
 _OURS = "no quantization but jetrl_patch's"
 _TP_ONLY = "a rollout with tensor parallelism only"
 _ONLY = "the only value that the trainer reproduces"
+_SAMPLED = "those of the distribution that was sampled from, which ratios and corrections need"
 _STRATEGY = "fsdp, fsdp2, megatron or veomni"
 _FRESH = "samples of this run, with the log-probs of its weights"
 _TRANSFERS = "naive or nccl, which send tensors unchanged"
@@ -174,8 +175,13 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.presence_penalty", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     *temperature(f"{ROLLOUT}.temperature"),
-    Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
+    *(
+        Rule(f"{path}.logprobs_mode", other_than(_PROCESSED), f"{_PROCESSED}, {_SAMPLED}", f"set it to {_PROCESSED}", "all")
+        for path in (ROLLOUT, ENGINE)
+    ),
 )  # fmt: skip
+
+_PATHS = {rule.path for rule in RULES}
 
 
 def check(verl_config: Any, config: Config) -> None:
@@ -195,7 +201,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from rollout.async_problems(select, config)
     yield from model_problems(select, config)
     yield from rollout.rank_problems(select, config)
-    given = {str(name): value for name, value in (select(ENGINE) or {}).items() if name != "quantization"}  # RULES check that one
+    given = {str(name): value for name, value in (select(ENGINE) or {}).items() if f"{ENGINE}.{name}" not in _PATHS}
     tp = rollout.tensor_parallel(select)
     yield from registry.rollout().argument_problems(given, config, tp, lambda name: named(f"{ENGINE}.{name}"))
     yield from lora.gather_problems(select, config)
@@ -249,14 +255,12 @@ def _checkpoint(select: Select, config: Config) -> tuple[Any, Config, int, int]:
 
 def complete(verl_config: Any, config: Config) -> list[str]:
     """Set what the mode needs in verl's configuration; return a description of each change."""
-    wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
+    wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True, f"{ROLLOUT}.logprobs_mode": _PROCESSED}
     if (config.exact or config.guard_sqnr is not None) and not config.may_capture:
         # a compiled graph fuses ops, which changes the rounding, and keeps layers in FP8 that the guard has moved to BF16
         wanted[f"{ROLLOUT}.enforce_eager"] = True
     elif config.decode_graphs is True:
         wanted[f"{ROLLOUT}.enforce_eager"] = False
-    if config.exact:
-        wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
     select = selector(verl_config)
     if (ep := rollout.expert_parallel(select, config)) > 1:

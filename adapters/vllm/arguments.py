@@ -93,7 +93,6 @@ _VALUES: dict[str, _Value] = {
         "auto or bfloat16",
         "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it",
     ),
-    "logprobs_mode": _Value(lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs"),
     "load_format": _Value(
         lambda value, *_: value not in ("auto", "dummy", "safetensors", "hf"),
         "auto, dummy, hf or safetensors (the first weight sync overwrites what is loaded)",

@@ -205,7 +205,7 @@ def temperature(path: str) -> tuple[Rule, Rule]:
     """The rules for the rollout's temperature: the trainer divides by it too, so vLLM must not change it, and must accept it."""
     most, fix = f"at most {MOST_TEMPERATURE}, the highest temperature that vLLM accepts", "set it to 1.0"
     return (
-        Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, fix, "exact"),
+        Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, fix, "all"),
         Rule(path, lambda value: float(value) > MOST_TEMPERATURE, most, fix, "all"),
     )
 

@@ -29,6 +29,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "ds.deepcompile": False, "ds.ring_attn_size": 1, "ds.use_liger_kernel": False, "ds.zero_stage": 2,
         "data.max_images_per_prompt": 0, "rollout.top_p": 1.0, "rollout.temperature": 1.0,
         "actor.model_name_or_path": "some/remote-model", "train.async_enable": False, "reward.remote_url": ["reward.py"],
+        "algo.advantage.is_correction_level": "off",
     }  # fmt: skip
     flat |= {name.replace("__", "."): value for name, value in changes.items()}
     root = SimpleNamespace()
@@ -72,8 +73,8 @@ def test_defaults_pass_in_every_mode():
             "--train.full_determinism_enable .*the rollout's cuBLAS workspace",
         ),
         ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
-        ({"rollout__temperature": 0.0}, EXACT, ConfigError, "--rollout.temperature"),
-        ({"rollout__temperature": 0.009}, EXACT, ConfigError, "--rollout.temperature .*required at least 0.01.*found 0.009"),
+        ({"rollout__temperature": 0.0}, BF16, ConfigError, "--rollout.temperature"),
+        ({"rollout__temperature": 0.009}, BF16, ConfigError, "--rollout.temperature .*required at least 0.01.*found 0.009"),
         ({"rollout__temperature": 2.1}, BF16, ConfigError, "--rollout.temperature .*required at most 2.0.*found 2.1"),
     ],
 )
@@ -90,7 +91,7 @@ def test_bf16_measures_and_refuses_nothing_of_the_kind(changes):
 
 
 def test_exact_refusals_are_not_those_of_linear():
-    settings.check(arguments(rollout__top_p=0.9, rollout__temperature=0.009, ds__ring_attn_size=2), LINEAR)
+    settings.check(arguments(rollout__top_p=0.9, ds__ring_attn_size=2), LINEAR)
 
 
 @pytest.mark.parametrize("config", [EXACT, LINEAR, Config(precision="fp8-rollout"), Config(precision="int8-rollout")])

@@ -64,9 +64,9 @@ REFUSED = [
     (f"{R}.top_k=20", "top_k", EXACT),
     (f"+{R}.repetition_penalty=1.1", "repetition_penalty", EXACT),
     (f"+{R}.min_tokens=1", "min_tokens", EXACT),
-    (f"{R}.temperature=0", "temperature", EXACT),
-    (f"{R}.temperature=0.009", "temperature", EXACT),
-    (f"{R}.logprobs_mode=raw_logprobs", "logprobs_mode", EXACT),
+    (f"{R}.temperature=0", "temperature", BF16),
+    (f"{R}.temperature=0.009", "temperature", BF16),
+    (f"{R}.logprobs_mode=raw_logprobs", "logprobs_mode", BF16),
 ]
 
 

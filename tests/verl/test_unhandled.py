@@ -113,7 +113,9 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     (f"+{V}.invented_tomorrow=1", "invented_tomorrow", QUANTIZED),
     (f"+{V}.attention_backend=FLASH_ATTN", "attention_backend", [EXACT]),
     (f"+{V}.block-size=32", "block-size", [EXACT]),
-    (f"+{V}.logprobs_mode=raw_logprobs", "required processed_logprobs", [EXACT]),
+    (f"+{V}.logprobs_mode=raw_logprobs", "required processed_logprobs, those of the distribution that was sampled from", EVERY),
+    (f"{R}.logprobs_mode=raw_logits", "required processed_logprobs, those of the distribution that was sampled from", EVERY),
+    (f"{R}.temperature=0", "the lowest temperature at which vLLM samples", EVERY),
     (f"+{V}.logits_processors=[mine]", "logits_processors", [EXACT]),
 ]  # fmt: skip
 
