@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import lora
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, Select
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
@@ -22,14 +23,23 @@ from jetrl_patch.trainer.rules import raised
 
 #: the engines that save with ``FSDPCheckpointManager``, and so record the settings
 _RECORDED = ("fsdp", "fsdp2", "veomni")
+#: verl's ways to resume
+_MODES = ("auto", "disable", "resume_path")
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error if verl would resume from a checkpoint of other settings, before any worker starts.
 
     By default (``resume_mode=auto``) verl resumes from whatever is in its folder. The workers check a folder that the driver
-    cannot see.
+    cannot see. verl itself reads these settings when its engines are up.
     """
+    mode, path = select("trainer.resume_mode"), select("trainer.resume_from_path")
+    if mode not in _MODES:
+        required, fix = " or ".join(_MODES), "set it to auto"
+        yield ConfigError(explain(named("trainer.resume_mode"), required=required, found=repr(mode), fix=fix))
+    elif mode == "resume_path" and not (isinstance(path, str) and re.search(r"global_step_\d+$", path)):
+        required, fix = "a folder that ends in global_step_N", "give that folder, without a slash at the end"
+        yield ConfigError(explain(named("trainer.resume_from_path"), required=required, found=repr(path), fix=fix))
     actor = os.path.join(resumed(select).path, "actor")
     if select(f"{ACTOR}.strategy") in _RECORDED and os.path.isdir(actor):
         states = "optimizer" in (select(f"{ACTOR}.checkpoint.load_contents") or ())

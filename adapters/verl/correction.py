@@ -212,6 +212,13 @@ def metrics(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> dic
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting of verl that contradicts the plugin's correction."""
+    try:
+        in_use(_section(verl_config))
+    except (ValueError, ZeroDivisionError):
+        given = {name: value for name, value in _section(verl_config).items() if name.endswith("_threshold")}
+        found, fix = ", ".join(f"{name}={value!r}" for name, value in given.items()), "write 2.0, or 0.5_5.0 for an interval"
+        yield ConfigError(explain(named(CORRECTION), required="thresholds above 0", found=found, fix=fix))
+        return
     section, loss = _section(verl_config), str(selector(verl_config)(f"{POLICY_LOSS}.loss_mode") or "vanilla")
     if is_bypassed(verl_config):
         path = f"{CORRECTION}.bypass_mode"

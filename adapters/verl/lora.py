@@ -49,7 +49,7 @@ _WORDS = ("LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use 
 
 
 def _is_used(select: Select) -> bool:
-    return positive(select(_RANK) or 0) or is_set(select(_PATH))
+    return positive(select(_RANK)) or is_set(select(_PATH))
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -58,7 +58,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if not config.quantized_rollout or not _is_used(select):
         return
     yield from broken(WITH_ADAPTERS, select, config, named)
-    used = named(_RANK if positive(select(_RANK) or 0) else _PATH)
+    used = named(_RANK if positive(select(_RANK)) else _PATH)
     if runs(megatron.STRATEGY, select, config):
         found = "an adapter with Megatron"
         yield ConflictError(explain(used, required="full weights", found=found, fix="remove it, or set strategy=fsdp2"))
@@ -78,7 +78,7 @@ def wanted(select: Select, config: Config) -> Mapping[str, Any]:
     """
     if not config.quantized_rollout or not _is_used(select):
         return {}
-    if positive(select(_RANK) or 0):
+    if positive(select(_RANK)):
         return {_MERGE: True}
     file = os.path.join(os.path.expanduser(str(select(_PATH))), "adapter_config.json")
     if not os.path.isfile(file):  # the workers will download the adapter

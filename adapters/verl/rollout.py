@@ -11,7 +11,7 @@ from typing import Any
 from jetrl_patch import registry, session
 from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.adapters.verl.precision import FP16
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, model_folder, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, model_folder, named, whole
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
@@ -26,7 +26,7 @@ EXPERTS = f"{ROLLOUT}.expert_parallel_size"
 
 def tensor_parallel(select: Select) -> int:
     """Return the tensor-parallel size."""
-    return int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    return whole(select, f"{ROLLOUT}.tensor_model_parallel_size")
 
 
 def expert_parallel(select: Select, config: Config) -> int:
@@ -35,7 +35,7 @@ def expert_parallel(select: Select, config: Config) -> int:
     verl requires expert-parallel size = tensor-parallel size × data-parallel size. FP8 experts do not support data parallelism
     inside an engine, so with it the size stays 1.
     """
-    given, dp = int(select(EXPERTS) or 1), int(select(f"{ROLLOUT}.data_parallel_size") or 1)
+    given, dp = whole(select, EXPERTS), whole(select, f"{ROLLOUT}.data_parallel_size")
     if given > 1 or dp > 1:
         return given
     trust = bool(select(f"{MODEL}.trust_remote_code"))

@@ -15,7 +15,7 @@ from jetrl_patch.adapters.verl.preset import config_of as asked_for
 from jetrl_patch.adapters.verl.rollout import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.settings import TRAINERS as programs
 from jetrl_patch.adapters.verl.settings import chosen, complete, problems, program_problem
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, data_files, selector
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, data_files, selector, whole
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
@@ -60,8 +60,8 @@ def layout(verl_config: Any, config: Config) -> Layout:
     strategy, fsdp = select(f"{ACTOR}.strategy"), f"{ACTOR}.fsdp_config"
     if strategy not in ("fsdp", "fsdp2"):
         return Layout(trainer=f"how {strategy} splits the model is not read", **rollout)
-    ranks = max(1, int(select("trainer.n_gpus_per_node") or 1) * int(select("trainer.nnodes") or 1))
-    group = int(select(f"{fsdp}.fsdp_size") or -1)
+    ranks = max(1, whole(select, "trainer.n_gpus_per_node") * whole(select, "trainer.nnodes"))
+    group = whole(select, f"{fsdp}.fsdp_size", -1)
     ranks = group if 0 < group < ranks else ranks
     each = 2.0 if "16" in str(select(f"{fsdp}.model_dtype")) else 4.0
     weights = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.param_offload"))
@@ -92,7 +92,7 @@ def _pools(select: Select) -> Iterator[Pool]:
     }
     for owner in (name for name, has_pool in owners.items() if has_pool):
         setting = f"{owner}.n_gpus_per_node"
-        yield Pool(setting, int(select(setting) or 0), int(select(f"{owner}.nnodes") or 0))
+        yield Pool(setting, whole(select, setting, 0), whole(select, f"{owner}.nnodes", 0))
 
 
 def _models(select: Select) -> Iterator[Place]:

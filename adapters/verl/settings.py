@@ -24,9 +24,11 @@ from jetrl_patch.adapters.verl.yaml_settings import (
     mixed,
     model_folder,
     named,
+    number_problems,
     runs,
     selector,
     update,
+    whole,
 )  # fmt: skip
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.arguments import PROGRAMS
@@ -196,6 +198,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if contradiction is not None:
         yield contradiction
     select = selector(verl_config)
+    yield from number_problems(select)
     determinism = deterministic(config, *(f"{path}.fsdp_config.full_determinism" for path in (ACTOR, REF)))
     yield from broken(RULES + determinism, select, config, named)
     yield from rollout.async_problems(select, config)
@@ -243,7 +246,7 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if runs(veomni.STRATEGY, select, config):
         yield from raised(lambda: veomni.check_model(hf_config))
     if runs(megatron.STRATEGY, select, config):
-        sizes = {int(select(f"{path}.megatron.tensor_model_parallel_size") or 1) for path in (ACTOR, REF)}
+        sizes = {whole(select, f"{path}.megatron.tensor_model_parallel_size") for path in (ACTOR, REF)}
         for size in sorted(sizes):
             yield from raised(lambda: megatron.check_model(hf_config, size))  # noqa: B023
 

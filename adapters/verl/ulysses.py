@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, Select, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ULYSSES, Select, named, whole
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, has_latent_attention, is_vision_language
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.rules import raised
 
-_SIZE = "ulysses_sequence_parallel_size"
 _REMOVE = f"{MODEL}.use_remove_padding"
 
 
@@ -75,8 +74,8 @@ def sizes(select: Select) -> dict[int, str]:
     found: dict[int, str] = {}
     for role in roles:
         own = (f"{role}.veomni.ulysses_parallel_size",) if select(f"{role}.strategy") == "veomni" else ()
-        for path in own or (f"{role}.{_SIZE}", f"{role}.fsdp_config.{_SIZE}"):  # the first above 1 wins, as in verl
-            if (size := int(select(path) or 1)) > 1:
+        for path in own or (f"{role}.{ULYSSES}", f"{role}.fsdp_config.{ULYSSES}"):  # the first above 1 wins, as in verl
+            if (size := whole(select, path)) > 1:
                 found.setdefault(size, path)
                 break
     return found
@@ -84,7 +83,7 @@ def sizes(select: Select) -> dict[int, str]:
 
 def problems(select: Select) -> Iterator[JetrlError]:
     """Yield an error for each size that verl's workers would reject only after start-up."""
-    ranks = int(select("trainer.nnodes") or 1) * int(select("trainer.n_gpus_per_node") or 1)
+    ranks = whole(select, "trainer.nnodes") * whole(select, "trainer.n_gpus_per_node")
     for size, path in sizes(select).items():
         if not select(_REMOVE):
             found, fix = f"{_REMOVE}=False", f"set {_REMOVE}=True"
@@ -108,7 +107,7 @@ def model_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
             yield ModelError(explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size"))
 
 
-def check_whole(hf_config: Any, size: int, what: str = _SIZE) -> None:
+def check_whole(hf_config: Any, size: int, what: str = ULYSSES) -> None:
     """Raise ModelError if several ranks share the sequences of a model whose slices have not been compared with the rollout."""
     kinds = {
         "gated delta nets": has_delta_nets(hf_config),

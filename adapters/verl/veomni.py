@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named, whole
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, titles, uncovered
@@ -89,13 +89,13 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
 
 def _parallel(select: Select) -> Iterator[JetrlError]:
     """Yield an error for each size that VeOmni's workers would reject only after start-up, or compute wrongly with."""
-    ranks = int(select("trainer.nnodes") or 1) * int(select("trainer.n_gpus_per_node") or 1)
+    ranks = whole(select, "trainer.nnodes") * whole(select, "trainer.n_gpus_per_node")
     if ranks == 1:
         required, fix = "two ranks or more (VeOmni does not shard for one)", "train on more ranks, or set strategy=fsdp2"
         yield ConfigError(explain(f"{named(ACTOR)}.strategy=veomni", required=required, found="1 rank", fix=fix))
     for engine in ENGINES:
-        size, attention = select(f"{engine}.ulysses_parallel_size"), select(f"{engine}.attn_implementation")
-        if int(size or 1) > 1 and attention is not None and attention not in _FLASH:
+        size, attention = whole(select, f"{engine}.ulysses_parallel_size"), select(f"{engine}.attn_implementation")
+        if size > 1 and attention is not None and attention not in _FLASH:
             required, fix = "flash attention, the only one with VeOmni's all-to-all", "set it to flash_attention_2"
             what = f"{named(engine)}.attn_implementation with ulysses_parallel_size={size}"
             yield ConfigError(explain(what, required=required, found=repr(attention), fix=fix))

@@ -55,6 +55,38 @@ def data_files(select: Select) -> Iterator[tuple[str, str]]:
             yield setting, str(path or "")
 
 
+#: whose GPUs are a pool of their own; "rollout" is the asynchronous programs' own section
+POOLS = ("trainer", "reward.reward_model", "distillation", ROLLOUT, "rollout")
+ULYSSES = "ulysses_sequence_parallel_size"
+#: every setting that the plugin reads as a whole number
+WHOLE = (
+    *(f"{ROLLOUT}.{kind}_parallel_size" for kind in ("tensor_model", "expert", "data", "pipeline_model")),
+    *(f"{pool}.{key}" for pool in POOLS for key in ("nnodes", "n_gpus_per_node")),
+    *(f"{role}.{key}" for role in (ACTOR, REF) for key in (ULYSSES, f"fsdp_config.{ULYSSES}", "veomni.ulysses_parallel_size")),
+    *(f"{role}.megatron.tensor_model_parallel_size" for role in (ACTOR, REF)),
+    f"{ACTOR}.fsdp_config.fsdp_size", f"{MODEL}.lora_rank", f"{MODEL}.lora.rank", "ray_kwargs.ray_init.num_cpus",
+)  # fmt: skip
+
+
+def whole(select: Select, path: str, default: int = 1) -> int:
+    """Return the whole number at ``path``, or ``default`` for none, 0 and anything else, which ``number_problems`` reports."""
+    assert path in WHOLE, path
+    value = select(path)
+    return value if _is_whole(value) and value else default
+
+
+def number_problems(select: Select) -> Iterator[JetrlError]:
+    """Yield an error for each setting in ``WHOLE`` that has another value."""
+    for path in WHOLE:
+        value = select(path)
+        if value is not None and not _is_whole(value):
+            yield ConfigError(explain(named(path), required="a whole number", found=repr(value), fix="write a number"))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def runs(strategy: str, select: Select, config: Config) -> bool:
     """Whether the engine ``strategy`` trains the actor or computes the reference, in a mode with a quantized rollout."""
     return config.quantized_rollout and strategy in (select(f"{ACTOR}.strategy"), select(f"{REF}.strategy"))

@@ -76,7 +76,7 @@ class _Value(NamedTuple):
 
 _VALUES: dict[str, _Value] = {
     "tensor_parallel_size": _Value(
-        lambda value, _, tp: int(value) != tp,
+        lambda value, _, tp: value != tp,
         "the framework's own tensor-parallel size, which also splits the trainer's sums",
         "remove it and set the framework's",
     ),

@@ -205,8 +205,8 @@ def temperature(path: str) -> tuple[Rule, Rule]:
     """The rules for the rollout's temperature: the trainer divides by it too, so vLLM must not change it, and must accept it."""
     most, fix = f"at most {MOST_TEMPERATURE}, the highest temperature that vLLM accepts", "set it to 1.0"
     return (
-        Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, fix, "all"),
-        Rule(path, lambda value: float(value) > MOST_TEMPERATURE, most, fix, "all"),
+        Rule(path, lambda value: not (is_number(value) and value >= LEAST_TEMPERATURE), REQUIRED_TEMPERATURE, fix, "all"),
+        Rule(path, lambda value: is_number(value) and value > MOST_TEMPERATURE, most, fix, "all"),
     )
 
 
@@ -223,12 +223,16 @@ def deterministic(config: Config, *paths: str) -> tuple[Rule, ...]:
     return tuple(Rule(path, is_set, required, fix, "exact") for path in paths) if config.backend == "cublaslt" else ()
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def more_than_one(value: Any) -> bool:
-    return int(value) > 1
+    return is_number(value) and value > 1
 
 
 def positive(value: Any) -> bool:
-    return int(value) > 0
+    return is_number(value) and value > 0
 
 
 def other_than(*allowed: Any) -> Callable[[Any], bool]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import settings
+from jetrl_patch.adapters.verl import services, settings
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from jetrl_patch.patching.guards import file_of
 from tests.models import config_of
 
-R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+R, M, A = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.actor"
+C = "algorithm.rollout_correction"
 EXACT = Config(precision="fp8-unified")
 LINEAR = Config(precision="fp8-unified", align="linear")
 ROLLOUT = Config(precision="fp8-rollout")
@@ -84,6 +86,36 @@ def test_what_cannot_be_kept_is_refused_by_name(base, override, path, config):
 )
 def test_what_stands_beside_is_accepted(base, override, config):
     settings.check(base(override), config)
+
+
+WRONG = [
+    (f"{R}.temperature=hot", r"rollout\.temperature.*: required at least 0\.01, .*, found 'hot'\. Set it to 1\.0\."),
+    (f"{R}.temperature='0,7'", "found '0,7'"),
+    (f"{R}.temperature=nan", "found nan"),
+    (f"{R}.tensor_model_parallel_size=auto", r"tensor_model_parallel_size: required a whole number, found 'auto'\. Write a"),
+    (f"{R}.data_parallel_size=auto", "data_parallel_size: required a whole number, found 'auto'"),
+    (f"{M}.lora_rank=auto", "lora_rank: required a whole number, found 'auto'"),
+    (f"{A}.fsdp_config.ulysses_sequence_parallel_size=auto", "ulysses_sequence_parallel_size: required a whole number"),
+    ("trainer.nnodes=TO_BE_FILLED", r"trainer\.nnodes: required a whole number, found 'TO_BE_FILLED'"),
+    (f"+{R}.engine_kwargs.vllm.tensor_parallel_size=auto", "tensor_parallel_size .*required the framework's own"),
+    (f"{C}.rollout_is=token {C}.rollout_is_threshold=two", r"required thresholds above 0, found rollout_is_threshold='two', "),
+    (f"{C}.rollout_rs=seq_mean_k1 {C}.rollout_rs_threshold=0", "required thresholds above 0, .*rollout_rs_threshold=0"),
+    ("trainer.resume_mode=enable", "resume_mode: required auto or disable or resume_path, found 'enable'"),
+    ("trainer.resume_mode=resume_path", r"resume_from_path: required a folder that ends in global_step_N, found None\. Give"),
+    ("trainer.resume_mode=resume_path trainer.resume_from_path=runs/global_step_2/", "found 'runs/global_step_2/'"),
+]
+
+
+@pytest.mark.parametrize("config", [EXACT, BF16], ids=["exact", "bf16"])
+@pytest.mark.parametrize(("overrides", "says"), WRONG)
+def test_a_value_of_a_wrong_type_is_one_error_and_ends_no_list(base, overrides, says, config):
+    """The doctor reads the same settings for the GPUs and the memory of a run."""
+    verl_config = base(*overrides.split(), f"{R}.name=sglang")
+    messages = [str(problem) for problem in settings.problems(verl_config, config)]
+    found = [message for message in messages if re.search(says, message)]
+    assert len(found) == ("engine_kwargs" not in overrides or config is EXACT) and len(messages) == len(found) + 1, messages
+    services.needs(verl_config)
+    services.layout(verl_config, config)
 
 
 def test_a_teacher_keeps_its_dtype_when_the_rollout_becomes_fp16(base):
