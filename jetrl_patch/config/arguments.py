@@ -2,10 +2,12 @@
 
 argparse and click both drop a lone ``--`` from what they pass on, so this module parses by hand. jetrl's options come first, then
 the program, then the program's own arguments. One exception: ``--fp8-unified`` is also found among these, before a lone ``--``.
+What looks like one of our options there is an error: a misspelt flag must not start an unpatched run.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +50,8 @@ class Launch:
 def split(command: str, words: Sequence[str]) -> Launch:
     """Parse the words after ``jetrl COMMAND``, where the command is "run" or a key of ``PROGRAMS``.
 
-    Raises ConfigError for a missing program, an unknown option before it, or an unknown or contradictory setting.
+    Raises ConfigError for a missing program, an unknown option before it, one of ours or nearly so after it, or an unknown or
+    contradictory setting.
     """
     settings = _Settings()
     short = PROGRAMS.get(command, "")
@@ -60,8 +63,19 @@ def split(command: str, words: Sequence[str]) -> Launch:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     if FLAG in arguments[:end]:
         settings.add(*_SWITCHES[FLAG], FLAG)
-    kept = [word for word in arguments[:end] if word != FLAG] + arguments[end:]
-    return Launch(target, is_module, tuple(kept), settings.values)
+    kept = [word for word in arguments[:end] if word != FLAG]
+    _check_not_ours(kept, command, (*_SWITCHES, *_VALUED) if target in PROGRAMS.values() else (FLAG,))
+    return Launch(target, is_module, (*kept, *arguments[end:]), settings.values)
+
+
+def _check_not_ours(arguments: Sequence[str], command: str, ours: Sequence[str]) -> None:
+    """Raise ConfigError for an argument that is one of our options, or nearly one: the program would run with other settings."""
+    for word in arguments:
+        option = word.partition("=")[0]
+        near = difflib.get_close_matches(option, ours, 1, cutoff=0.8) if option.startswith("-") else []
+        if near:
+            fix = f"write {near[0]} before the program's arguments, or `--` before an argument of the program's own"
+            raise ConfigError(explain(f"jetrl {command}", required="no option of jetrl's here", found=option, fix=fix))
 
 
 class _Settings:

@@ -18,6 +18,8 @@ from jetrl_patch.session import PatchStatus
 State = Literal["ok", "warning", "unknown", "problem", "skipped"]
 #: verdict -> exit status
 STATUS = {True: 0, False: 1, None: 2}
+#: how the finding about a command ends that enables nothing
+NOTHING = "nothing would be patched"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if a run would start, 1 if not, 2 if unknown."""
+        """The exit status: 0 if a run would start, 1 if not or not patched, 2 if unknown."""
         return STATUS[self.starts]
 
     @property
@@ -89,13 +91,12 @@ class Report:
         if self.starts:
             return "a run would start" + "".join(f", but not one of {name}: see {why}" for name, why in self.stopped.items())
         if self.starts is None:
-            number = self._count("unknown")
+            number = sum(check.state == "unknown" for check in self.checks)
             return f"cannot tell whether a run would start: {number} thing{_s(number)} could not be checked"
-        number = self._count("problem")
-        return f"a run would NOT start: {number} problem{_s(number)}"
-
-    def _count(self, state: State) -> int:
-        return sum(check.state == state for check in self.checks)
+        problems = [check for check in self.checks if check.state == "problem"]
+        if len(problems) == 1 and problems[0].finding.endswith(NOTHING):
+            return f"{NOTHING}: the command would run without jetrl_patch"
+        return f"a run would NOT start: {len(problems)} problem{_s(len(problems))}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, for JSON."""

@@ -34,7 +34,7 @@ def test_flash_attn_absent_on_a_gpu(monkeypatch: pytest.MonkeyPatch, model: Path
     assert named(doctor(*linear, *verl(model), status=1), "flash-attn")["state"] == "problem"
     other = openrlhf(model, "--ds.attn_implementation", "sdpa")
     assert "OpenRLHF itself" in named(doctor(*linear, *other, status=1), "flash-attn")["finding"]
-    other = verl(model, f"+{M}.override_config.attn_implementation=sdpa", f"{M}.use_remove_padding=False")
+    other = verl(model, "+jetrl=unified", f"+{M}.override_config.attn_implementation=sdpa", f"{M}.use_remove_padding=False")
     assert named(doctor(*linear, *other, status=0), "flash-attn")["finding"] == "not installed; the command works without it"
 
 

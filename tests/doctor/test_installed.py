@@ -48,7 +48,7 @@ def test_a_missing_part_of_every_run(monkeypatch: pytest.MonkeyPatch, name: str)
 @pytest.mark.parametrize("name", ["verl", "openrlhf"])
 def test_a_missing_framework_stops_its_own_runs_only(monkeypatch: pytest.MonkeyPatch, model: Path, name: str) -> None:
     without(monkeypatch, name)
-    commands = {"verl": verl(model), "openrlhf": openrlhf(model)}
+    commands = {"verl": verl(model, "+jetrl=unified"), "openrlhf": openrlhf(model)}
     found = doctor("--", *commands.pop(name), status=1)
     assert named(found, name)["state"] == "problem" and "found no installation" in named(found, name)["finding"]
     for rest in ([], next(iter(commands.values()))):
@@ -71,7 +71,7 @@ def test_openrlhf_without_deepspeed(monkeypatch: pytest.MonkeyPatch, model: Path
     found = named(doctor("--", *openrlhf(model), status=1), "deepspeed")
     assert found["to_do"] == f"install deepspeed==0.19.6, which openrlhf {metadata.version('openrlhf')} pins"
     assert found["state"] == "problem"
-    assert named(doctor("--", *verl(model), status=0), "deepspeed")["state"] == "skipped"
+    assert named(doctor("--", *verl(model, "+jetrl=unified"), status=0), "deepspeed")["state"] == "skipped"
 
 
 def test_without_a_command_each_framework_gets_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,12 @@ def test_a_preset_of_verl_is_read(model: Path) -> None:
 
 
 def test_a_command_that_nothing_switches_on(model: Path) -> None:
-    found = doctor("--", *verl(model), status=0)
-    assert named(found, "switched on")["state"] == "warning"
+    found = doctor("--", *verl(model), status=1)
+    check = named(found, "switched on")
+    assert (check["state"], check["finding"]) == ("problem", "nothing enables jetrl_patch: nothing would be patched")
+    assert found["verdict"] == "nothing would be patched: the command would run without jetrl_patch"
+    found = doctor("--", *verl(model, f"{R}.temperature=0"), status=1)
+    assert found["verdict"] == "a run would NOT start: 2 problems"
     command = ["JETRL_PRECISION=bf16", sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *openrlhf(model)[3:]]
     assert "only vLLM and verl load it" in named(doctor("--", *command, status=1), "switched on")["finding"]
 
@@ -74,7 +78,7 @@ def test_verl_quantizes_twice(model: Path) -> None:
 
 
 def test_verl_with_a_split_that_cuts_a_block_and_another_problem(model: Path) -> None:
-    found = doctor("--", *verl(model, f"{R}.tensor_model_parallel_size=4", f"{R}.top_p=0.9"), status=1)
+    found = doctor("--", *verl(model, "+jetrl=unified", f"{R}.tensor_model_parallel_size=4", f"{R}.top_p=0.9"), status=1)
     problems = [check["finding"] for check in found["checks"] if check["state"] == "problem"]
     assert len(problems) == 2 and found["verdict"] == "a run would NOT start: 2 problems"
     assert f"{R}.top_p" in problems[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jetrl_patch.config.arguments import FLAG, PROGRAMS, split
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.patching.guards import file_of
 
 #: words that a careless parser would take for an option of jetrl, Python or click, or would drop
 TRICKY = [
@@ -21,7 +24,7 @@ TRICKY = [
     "--precision=bf16",
     "--align",
     "exact",
-    "--fp8-unified=1",
+    "--fp8",
     "\udcff",
 ]
 WORDS = st.lists(st.one_of(st.sampled_from([*TRICKY, FLAG]), st.text()))
@@ -49,13 +52,20 @@ def test_behind_the_program_only_the_flag_is_taken(words):
         assert launch.overrides == ({"precision": "fp8-unified"} if flagged else {})
 
 
+def parsed(command, words):
+    """The launch, or why there is none."""
+    try:
+        return split(command, words)
+    except ConfigError as error:
+        return str(error).partition(":")[2]
+
+
 @given(WORDS)
 def test_the_short_forms_are_the_long_ones(words):
     first = "trainer.n=1"
     for command, module in PROGRAMS.items():
         head = ["--precision", "fp8-unified", "--set=exclude=a,b"]
-        short = split(command, [*head, first, *words])
-        assert short == split("run", [*head, "-m", module, first, *words])
+        assert parsed(command, [*head, first, *words]) == parsed("run", [*head, "-m", module, first, *words])
     assert split("verl", ["--help"]).arguments == ("--help",)
     assert split("openrlhf", ["--actor.num_nodes", "1"]).arguments == ("--actor.num_nodes", "1")
 
@@ -125,3 +135,33 @@ def test_what_is_wrong_is_said(words, says):
     with pytest.raises(ConfigError) as caught:
         split("run", words)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "says"),
+    [
+        ("verl", ["--fp8-unifed", "trainer.nnodes=1"], "jetrl verl: required no option of jetrl's here, found --fp8-unifed"),
+        ("verl", ["trainer.nnodes=1", "--align", "linear"], "found --align. Write --align before the program's arguments"),
+        ("verl", [FLAG, "trainer.nnodes=1", "--align=linear"], "found --align"),
+        ("verl", ["--fp8_unified", "a=1"], "found --fp8_unified"),
+        ("verl", ["a=1", "-fp8-unified"], "found -fp8-unified. Write --fp8-unified before"),
+        ("openrlhf", ["--train.seed", "1", "--corection", "tis"], "found --corection. Write --correction before"),
+        ("run", ["x.py", "--fp8-unifed"], "jetrl run: required no option of jetrl's here, found --fp8-unifed"),
+    ],
+)
+def test_a_misspelt_option_starts_no_unpatched_run(command, words, says):
+    with pytest.raises(ConfigError) as caught:
+        split(command, words)
+    assert says in str(caught.value)
+
+
+def test_options_of_the_programs_are_not_taken_for_ours():
+    """Hydra's, all of OpenRLHF's, and those of a user's script."""
+    from hydra._internal.utils import get_args_parser
+
+    theirs = [name for action in get_args_parser()._actions for name in action.option_strings]
+    assert split("verl", theirs).arguments == tuple(theirs)
+    flags = re.findall(r'"(--[\w.]+)"', file_of("openrlhf", "cli", "train_ppo_ray.py").read_text())
+    assert len(flags) > 100 and split("openrlhf", flags).arguments == tuple(flags)
+    assert split("run", ["x.py", "--align", "left", "--set=1"]).arguments == ("--align", "left", "--set=1")
+    assert split("verl", ["a=1", "--", "--fp8-unifed"]).arguments == ("a=1", "--", "--fp8-unifed")

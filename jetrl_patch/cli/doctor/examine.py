@@ -24,7 +24,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import SILENT, Progress
-from jetrl_patch.trainer.rules import Check, Report, from_error
+from jetrl_patch.trainer.rules import NOTHING, Check, Report, from_error
 
 # ---- Print a report as a table in the terminal ---------------------------------------------------
 # Problems come first, then what could not be checked and warnings, then what the run would change, then the rest.
@@ -172,11 +172,12 @@ def _settings(
         arguments = _arguments(report, started)
         trainer = registry.trainer(started.framework) if started.framework and arguments is not None else None
         by_settings = False
-        if trainer is not None and not opted_in and not given:
+        if trainer is not None and not opted_in:
             try:
                 section = trainer.asked_for(arguments, environ)
-                if section is not None:
-                    by_settings, config, source = True, section, f"{started.framework}'s configuration"
+                by_settings = section is not None
+                if section is not None and not given:
+                    config, source = section, f"{started.framework}'s configuration"
             except JetrlError as error:
                 by_settings = True
                 report.checks.append(from_error("settings", error))
@@ -220,7 +221,7 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
         finding = f"the command sets a precision, but {environment.SWITCH}=0 disables the plugin"
         return Check(name, "problem", finding, "drop one of the two")
     if started.overrides and not by_option and not by_environment:
-        finding = f"{', '.join(started.overrides)} without a precision, so nothing would be patched"
+        finding = f"{', '.join(started.overrides)} without a precision: {NOTHING}"
         return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
     if by_settings or (started.by_us and (by_environment or by_option)):
         return Check(name, "ok", "the command enables jetrl_patch")
@@ -231,7 +232,9 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
         return Check(name, "problem", finding, f"start it with `{_START.get(started.framework or '', 'jetrl run …')}`")
     way = f"use `{_START.get(started.framework or '', 'jetrl run --fp8-unified …')}`"
     fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else way
-    return Check(name, "warning", "nothing enables jetrl_patch: the command would run unpatched", fix)
+    if started.framework is None or started.target not in registry.trainer(started.framework).programs:
+        return Check(name, "unknown", "nothing enables jetrl_patch, unless the program calls jetrl_patch.enable()", fix)
+    return Check(name, "problem", f"nothing enables jetrl_patch: {NOTHING}", fix)
 
 
 def _opted_in(environ: Mapping[str, str]) -> bool:
