@@ -280,6 +280,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="ACR needs the ratio before truncation, but verl passes only the truncated weights to its losses",
         remove_when="verl.workers.utils.losses.ppo_loss passes rollout_log_probs to the function from POLICY_LOSS_REGISTRY",
     ),
+    *(
+        Patch(
+            module, "compute_rollout_correction_and_add_to_batch", correction.add_to_batch,
+            when=lambda config: config.correction == "geo-mis",
+            reason="verl's V0 trainer does not count the tokens that geo-mis drops, V1 and OpenRLHF do, so a gradient's size "
+            "would depend on the trainer. Does not cover bypass mode, whose losses drop tokens and count them",
+            remove_when="verl's V1 trainer writes loss_mask with response_mask, or both count tokens by response_mask",
+        )
+        for module in (_CORRECTION, "verl.trainer.ppo.v1.trainer_base")
+    ),
 )
 
 # ---- Patches that depend on what is installed, and entries of verl's registry of policy losses ----

@@ -60,6 +60,23 @@ def weights_and_mask(
     return weights, mask, found
 
 
+@replacement
+def add_to_batch(original: Any, batch: Any, rollout_corr_config: Any) -> Any:
+    """Wrap ``compute_rollout_correction_and_add_to_batch`` for ``geo-mis``: weights of 0 instead of a shorter ``response_mask``.
+
+    verl's trainers count the tokens of a loss by different masks: V0 by the one without the dropped tokens, V1 by that of the
+    rollout. A weight has the same meaning in both, and is what the other corrections and OpenRLHF's loss use.
+    """
+    import torch
+
+    mask = batch.batch["response_mask"]
+    batch, found = original(batch, rollout_corr_config)
+    if "rollout_is_weights" not in batch.batch:  # verl's trainer may hold a copy of the function that is wrapped already
+        batch.batch["rollout_is_weights"] = batch.batch["response_mask"].to(torch.float32)
+        batch.batch["response_mask"] = mask
+    return batch, found
+
+
 def policy_loss(
     old_log_prob: Any,
     log_prob: Any,
@@ -241,7 +258,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(explain(what, required=_given(config), found=found, fix=fix))
     elif section.get("rollout_is_batch_normalize"):
         yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false (the formula does not normalize)", "true")
-    if loss in _WITHOUT_WEIGHTS and config.correction not in _REJECTION:
+    if loss in _WITHOUT_WEIGHTS:
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "a loss that applies weights", repr(loss))
     if config.acr and loss not in ("vanilla", ACR_LOSS):
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "'vanilla', which ACR replaces", repr(loss))
