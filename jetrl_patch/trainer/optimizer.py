@@ -1,4 +1,8 @@
-"""AdamW with torchao's quantized optimizer state, for parameters sharded in any way.
+"""AdamW with torchao's quantized states, for parameters sharded in any way and gradients of any range.
+
+The second moment of whole blocks is stored as its root. Squares of gradients that differ a thousandfold span twenty bits, more
+than a byte's code: beside an outlier torchao's classes round small second moments to 0 and keep the first, so an update is
+divided by almost nothing.
 
 torchao's own classes give a state the parameter's shape, and keep it in FP32 unless the block size divides the number of values.
 Shards seldom satisfy that: FSDP1 and ZeRO flatten parameters, and FSDP2 splits them unevenly. Here a state is [blocks,
@@ -19,12 +23,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit as _AdamW8bit
 from torchao.optim import AdamWFp8 as _AdamWFp8
-from torchao.optim.adam import single_param_adam
+from torchao.optim.quant_utils import _fp32_to_bf16_sr
+from torchao.optim.subclass_8bit import OptimState8bit
+from torchao.optim.subclass_fp8 import OptimStateFp8
+
+from jetrl_patch.errors import ConfigError, explain
 
 #: shards with fewer values keep their state in FP32, as in bitsandbytes and torchao
 SMALLEST = 4096
 
-_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, signed
+#: names of the moments in blocks and in the rest, and whether they are signed
+_MOMENTS = (("exp_avg", "exp_avg_rest", True), ("exp_avg_sq_root", "exp_avg_sq_rest", False))
 _NO_AMSGRAD = "amsgrad needs a third state, which this optimizer does not have. Turn amsgrad off."
 
 
@@ -38,6 +47,23 @@ class _OnShards(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Skip torchao's override: it turns the learning rate into a tensor, which schedulers and loggers do not expect."""
         torch.optim.Optimizer.add_param_group(self, param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states, those in FP32 as they are: torch casts them to the parameter's dtype.
+
+        Raises ConfigError for the states of another optimizer, or of a jetrl_patch that stored the second moment itself.
+        """
+        rests = [rest for _, rest, _ in _MOMENTS]
+        wanted, saved = {"step", *rests, *(blocks for blocks, _, _ in _MOMENTS)}, state_dict["state"]
+        if others := sorted({name for state in saved.values() for name in state} - wanted):
+            what, fix = f"the saved states of {type(self).__name__}", "load the checkpoint without its optimizer"
+            raise ConfigError(explain(what, required=", ".join(sorted(wanted)), found=", ".join(others), fix=fix))
+        super().load_state_dict(state_dict)
+        for theirs, ours in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for index, parameter in zip(theirs["params"], ours["params"], strict=True):
+                for name, value in saved.get(index, {}).items():
+                    if name in rests:
+                        self.state[parameter][name] = value.to(parameter.device, torch.float32)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -65,29 +91,27 @@ class _OnShards(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            for name, signed in _MOMENTS:
+            for whole, rest, signed in _MOMENTS:
                 if blocks:
                     shape = p_n.new_empty(1).expand(blocks, B)  # carries shape, dtype and device; takes no memory
-                    state[name] = self._subclass_zeros(shape, signed, B)
+                    state[whole] = self._subclass_zeros(shape, signed, B)
                 if n > cut:
-                    state[name + "_rest"] = torch.zeros_like(p_n[cut:])
+                    state[rest] = torch.zeros_like(p_n[cut:], dtype=torch.float32)
         state["step"] += 1
-        parts = [("", p_n[:cut].view(-1, B), grad_n[:cut].view(-1, B)), ("_rest", p_n[cut:], grad_n[cut:])]
+        parts = [(0, p_n[:cut].view(-1, B), grad_n[:cut].view(-1, B)), (1, p_n[cut:], grad_n[cut:])]
         update = _update_on(p_n.device.type)
-        for suffix, p, grad in parts:
+        for part, p, grad in parts:
             if not p.numel():
                 continue
             update(
                 p,
                 grad,
                 state["step"],
-                *(state[name + suffix] for name, _ in _MOMENTS),
-                None,
+                *(state[names[part]] for names in _MOMENTS),
                 torch.as_tensor(group["lr"], dtype=torch.float32),
                 *group["betas"],
                 group["weight_decay"],
                 group["eps"],
-                True,
                 self.bf16_stochastic_round and p.dtype is torch.bfloat16,
             )
 
@@ -105,9 +129,61 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def adamw(
+    p: Tensor,
+    grad: Tensor,
+    step: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    stochastic_bf16: bool,
+) -> None:
+    """One step of AdamW (arXiv 1711.05101) in FP32, in place, on parameters and states of one shape.
+
+    ``exp_avg_sq`` holds the second moment if it is a plain tensor, its root if it is quantized.
+
+    An update is at most as large as AdamW's can be at this step (see ``largest_update``), so what a state loses in rounding moves
+    no weight further than a gradient could.
+    """
+    m = _values(exp_avg).lerp(grad.float(), 1 - beta1)
+    quantized, second = isinstance(exp_avg_sq, OptimState8bit | OptimStateFp8), _values(exp_avg_sq)
+    v = (second.square() if quantized else second).lerp(grad.float().square(), 1 - beta2)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v.sqrt() if quantized else v)
+    correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+    update = (m / correction1) / (v.sqrt() / correction2.sqrt() + eps)
+    if beta2 > 0:
+        most = largest_update(step, beta1, beta2)
+        update = update.clamp(-most, most)
+    before = p.float()
+    new = before - lr * weight_decay * before - lr * update
+    p.copy_(_fp32_to_bf16_sr(new) if stochastic_bf16 else new)
+
+
+def largest_update(step: Tensor, beta1: float, beta2: float) -> Tensor:
+    """The largest |m̂/√v̂| over all gradients up to this step, for β2 > 0.
+
+    By Cauchy and Schwarz it is √Σ aᵢ²/bᵢ, where aᵢ and bᵢ are the weights of the i-th last gradient in m̂ and of its square in v̂.
+    With betas of 0.9 and 0.999 it grows from 1 to 7.3.
+    """
+    ratio = beta1 * beta1 / beta2
+    total = step if ratio == 1 else (1 - ratio**step) / (1 - ratio)
+    found = ((1 - beta1) / (1 - beta1**step)) ** 2 * ((1 - beta2**step) / (1 - beta2)) * total
+    return 1.0001 * found.sqrt()  # the powers are rounded to FP32
+
+
+def _values(state: Tensor) -> Tensor:
+    """A state in FP32."""
+    return state.dequantize() if isinstance(state, OptimState8bit | OptimStateFp8) else state
+
+
 @functools.cache
 def _update_on(device_type: str) -> Any:
-    """torchao's update: one compiled kernel on a GPU; eager on a CPU, which needs no compiler."""
+    """The update: one compiled kernel on a GPU; eager on a CPU, which needs no compiler."""
     if device_type == "cpu":
-        return single_param_adam
-    return torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+        return adamw
+    return torch.compile(adamw, fullgraph=True, dynamic=False)
