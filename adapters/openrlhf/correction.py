@@ -128,7 +128,7 @@ def policy_loss(
         loss, clip_ratio, ppo_kl, _, _ = original(self, log_probs, old_log_probs, weighted, action_mask, **sizes)
     count = mask.bool().sum().clamp(min=1)
     outside = found.outside.sum() / count
-    return loss, clip_ratio, ppo_kl, -(log_ratio * mask.bool()).sum() / count, outside
+    return loss, clip_ratio, ppo_kl, -log_ratio.masked_fill(~mask.bool(), 0.0).sum() / count, outside
 
 
 def _acr(

@@ -22,6 +22,18 @@ from jetrl_patch.trainer.audit import sample
 # step with several updates it has a share of the samples computed, and compares them. In the actor, ``training_step`` compares in
 # the first update.
 
+def blank(samples: Sequence[Any]) -> None:
+    """Set the rollout's log-probs to 0 where no token counts, as ``Actor.forward`` sets the trainer's.
+
+    OpenRLHF's losses multiply by the mask, and 0 times the NaN or −inf of an environment's token is NaN.
+    """
+    import torch
+
+    for found in samples:
+        if found.rollout_log_probs is not None:
+            found.rollout_log_probs = torch.where(found.action_mask.bool(), found.rollout_log_probs, 0.0)
+
+
 def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
     """Whether the rollout's log-probs are the old ones of a step with these experiences, which have seen no forward pass.
 
@@ -39,7 +51,7 @@ def dispatch_forward(original: Any, self: Any, group: Any, sync_condition: bool,
         return original(self, group, sync_condition, **kwargs)
     import ray
 
-    old = [found.rollout_log_probs * found.action_mask for found in DRIVER.skipped]  # zeros elsewhere, as Actor.forward
+    old = [found.rollout_log_probs.clone() for found in DRIVER.skipped]
     chosen = _chosen(DRIVER.skipped, self.args, len(group._actor_handlers))
     if chosen:
         refs = original(self, group, sync_condition, **{name: [of[i] for i in chosen] for name, of in kwargs.items()})
@@ -58,7 +70,7 @@ def is_frozen(args: Any, step: int) -> bool:
 def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
     """The samples to compute (``audit_fraction``); none in a step with one update, which checks all samples."""
     rows = sum(len(found.sequences) for found in samples)
-    if rows <= args.train.batch_size and not DRIVER.frozen:
+    if rows <= args.train.batch_size and not (DRIVER.frozen or DRIVER.unfinished):
         return []
     return sample(len(samples), session.active_config().audit_fraction, actors)
 

@@ -113,6 +113,7 @@ def make_experience(original: Any, self: Any, samples_list: Any) -> Any:
     """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
     import torch
 
+    logprob.blank(samples_list)
     may_skip = logprob.may_skip(samples_list, lambda experience: _current(experience, self.args))
     DRIVER.skipped = samples_list if may_skip else None
     try:
@@ -192,6 +193,7 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     """Keep the metrics of a sync, and of a step without the policy's pass, from the policy actors' reports, rank 0 first."""
     DRIVER.metrics.update(sync_metrics(reports))
     DRIVER.version = reports[0]["version"]
+    DRIVER.unfinished = any(report["unfinished"] for report in reports)
     found = DRIVER.audit.merged(reports)
     if DRIVER.corrected is not None and found is not None:
         figures, counts = found

@@ -63,6 +63,7 @@ class DriverState(source.Driver):
         guarded: layers that the reference model was told to move out of FP8.
         skipped: the step's samples, if the policy computes no log-probs for them; None in other steps.
         frozen: whether a frozen policy changes the number of updates of this step.
+        unfinished: whether the next update began with samples of an earlier step, so that this step may have one more.
         corrected: metrics of the correction in a step without the policy's pass, until the actors report their comparisons.
         audit: the comparisons of this process.
     """
@@ -72,6 +73,7 @@ class DriverState(source.Driver):
     guarded: list[str] = field(default_factory=list)
     skipped: Any = None
     frozen: bool = False
+    unfinished: bool = False
     corrected: dict[str, float] | None = None
     audit: Audit = field(default_factory=Audit)
 

@@ -76,9 +76,18 @@ def broadcast_to_vllm(original: Any, self: Any) -> None:
         **WORKER.loss_scale.figures(),
         "monitor": monitor,
         "audit": WORKER.audit.report(),
+        "unfinished": is_unfinished(self.actor.model, self.strategy.args),
     }
     if config.skips_old_pass:
         WORKER.synced_at = self.actor.model.global_steps
+
+
+def is_unfinished(engine: Any, args: Any) -> bool:
+    """Whether DeepSpeed holds gradients of samples that did not fill an update: the next step's first update begins with them.
+
+    With dynamic batches OpenRLHF tells DeepSpeed itself where an update ends.
+    """
+    return not args.train.dynamic_batch_enable and engine.micro_steps % engine.gradient_accumulation_steps() > 0
 
 
 def send(trainer: Any, config: Config, stats: SyncStats) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jetrl_patch import session
-from jetrl_patch.adapters.openrlhf import logprob, metrics, state
+from jetrl_patch.adapters.openrlhf import logprob, metrics, state, sync
 from jetrl_patch.adapters.openrlhf.adapter import ADAPTER
 from jetrl_patch.adapters.openrlhf.metrics import FIRST, LAST
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
@@ -96,8 +96,8 @@ def trainer(steps):
     return SimpleNamespace(actor=SimpleNamespace(model=SimpleNamespace(global_steps=steps)))
 
 
-def report(version=4):
-    found = {"version": version, "lines": [], "monitor": {}, "sync_seconds": 0.0}
+def report(version=4, unfinished=False):
+    found = {"version": version, "lines": [], "monitor": {}, "sync_seconds": 0.0, "unfinished": unfinished}
     return found | {"audit": WORKER.audit.report()}
 
 
@@ -123,6 +123,37 @@ def test_of_several_updates_a_share_is_computed(monkeypatch, actors, computed):
     assert maker.passes == [computed]
     metrics.note_sync([report()])
     assert DRIVER.take()["jetrl/audited_tokens"] == 4 * computed
+
+
+def test_after_a_step_that_did_not_fill_an_update_a_share_is_computed(monkeypatch):
+    """Its gradients wait in DeepSpeed, so the next step's first update ends early and the rest of its samples see new weights."""
+    maker = Maker(monkeypatch, train_batch=8)
+    metrics.note_sync([report(), report(unfinished=True)])
+    maker.make_experience(samples(version=4))
+    assert maker.passes == [2]
+    metrics.note_sync([report(version=5), report(version=5)])
+    maker.make_experience(samples(version=5))
+    assert maker.passes == [2]
+
+
+@pytest.mark.parametrize(("micro", "dynamic"), [(0, False), (3, False), (4, False), (3, True)])
+def test_when_an_update_is_unfinished(micro, dynamic):
+    engine = SimpleNamespace(micro_steps=micro, gradient_accumulation_steps=lambda: 2)
+    args = SimpleNamespace(train=SimpleNamespace(dynamic_batch_enable=dynamic))
+    assert sync.is_unfinished(engine, args) is (micro == 3 and not dynamic)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("old", ["rollout", "recompute"])
+def test_what_an_environment_says_at_its_own_tokens_does_not_reach_the_loss(monkeypatch, enable, value, old):
+    enable(STOP.replace(old_log_probs=old))
+    batch = samples()
+    for found in batch:
+        found.rollout_log_probs[:, 4:] = value
+    made = Maker(monkeypatch, train_batch=8).make_experience(batch)
+    for found in made:
+        assert torch.isfinite(found.action_log_probs).all() and torch.isfinite(found.rollout_log_probs).all()
+        assert not found.action_log_probs[:, 4:].any()
 
 
 def step_of(maker, step, freezing_steps):
