@@ -111,6 +111,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),
     "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 512}),  # as long as the context
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"tie_word_embeddings": True}),
     "granite": ("granite", {}),

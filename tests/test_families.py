@@ -26,6 +26,7 @@ from jetrl_patch.models.families import (
 )
 from jetrl_patch.models.family import width
 
+from .models import config_of
 from .test_boundaries import ROOT, loaded_by, python_files
 from .vision_models import environ, needs_images
 
@@ -204,6 +205,22 @@ OUTSIDE = [
     ("mixtral", "router_jitter_noise", 0.1, "Set router_jitter_noise=0 in config.json, or use"),
     ("glm4_moe", "tie_word_embeddings", True, "of its own"),
 ]
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "mixtral", "llama", "granite"])
+@pytest.mark.parametrize("factor", [None, 4.0])
+def test_a_window_that_no_context_reaches_cannot_act(family: str, factor: float | None) -> None:
+    config = config_of(family, max_position_embeddings=512)
+    if factor:
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": factor, "original_max_position_embeddings": 512}
+        config.rope_parameters = yarn
+    for window, accepted in ((512, factor is None), (2047, factor is None), (2048, True), (16, False)):
+        config.sliding_window = window
+        if accepted:
+            check_family(config)
+            continue
+        with pytest.raises(ModelError, match=f"sliding_window={window} .*(Set it to null|Remove it)"):
+            check_family(config)
 
 
 @pytest.mark.parametrize(("family", "key", "value", "says"), OUTSIDE)

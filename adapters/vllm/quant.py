@@ -15,6 +15,7 @@ import vllm.model_executor.layers.rotary_embedding as rotary_embedding
 import vllm.v1.attention.backends.registry as attention_registry
 import vllm.v1.attention.selector as selector
 import vllm.v1.engine.core_client as core_client
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -27,7 +28,7 @@ from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.ops import OPS, ExactHead, ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactReplicatedLinear, ExactRowParallelLinear
-from jetrl_patch.adapters.vllm.shards import hf_name, hf_names
+from jetrl_patch.adapters.vllm.shards import hf_name, hf_names, merged_already
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
@@ -62,6 +63,7 @@ class JetrlQuantConfig(QuantizationConfig):
         super().__init__()
         self.config = session.active_config()
         self.cut: list[str] = []
+        self._merged: dict[str, list[str]] | None = None
         #: name map of the whole model; the maps of the models inside it are ignored
         self.mapper: WeightsMapper | None = None
 
@@ -77,6 +79,13 @@ class JetrlQuantConfig(QuantizationConfig):
     @packed_modules_mapping.setter
     def packed_modules_mapping(self, found: dict[str, list[str]]) -> None:
         self._packed = ChainMap(*(*self._packed.maps, found) if hasattr(self, "_packed") else (found,))
+
+    def _parts(self) -> ChainMap[str, list[str]]:
+        """``packed_modules_mapping``, without the layers that are merged in the checkpoint already."""
+        engine = get_current_vllm_config_or_none()
+        if self._merged is None and engine is not None:
+            self._merged = merged_already(self._packed, engine.model_config.hf_config)
+        return ChainMap(self._merged or {}, *self._packed.maps)
 
     def get_name(self) -> str:
         return quantization_name(self.config)
@@ -108,7 +117,7 @@ class JetrlQuantConfig(QuantizationConfig):
         name = hf_name(prefix, self.mapper)
         if isinstance(layer, LinearBase):
             if self.is_quantized(name) and not (isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, name)):
-                return QuantizedLinearMethod(self.config, name, self.packed_modules_mapping, self.cut)
+                return QuantizedLinearMethod(self.config, name, self._parts(), self.cut)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
@@ -139,7 +148,7 @@ class JetrlQuantConfig(QuantizationConfig):
 
     def is_quantized(self, name: str) -> bool:
         """Whether a linear is quantized. ``name`` ends in vLLM's name. Raises ModelError if its fused parts differ."""
-        names = hf_names(name, self.packed_modules_mapping)
+        names = hf_names(name, self._parts())
         out = [name for name in names if not is_quantized(name, self.config.exclude)]
         if out and len(out) != len(names):
             inside = sorted(set(names) - set(out))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.models.families import FAMILIES
+import torch
+
+from jetrl_patch.models.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.linear import LinearBase
@@ -70,6 +72,29 @@ class Shard:
     col0: int
     col1: int
     offset: int
+
+
+def merged_already(packed: Mapping[str, Sequence[str]], hf_config: Any) -> dict[str, list[str]]:
+    """Layers that vLLM declares as merged from parts, but that are one layer in transformers' model too, as gate and up of GLM.
+
+    Only for models without a record in ``FAMILIES``: vLLM's declarations for those have been compared.
+    """
+    if family_of(hf_config) is not None:
+        return {}
+    linears = _linears(hf_config)
+    return {name: [name] for name, parts in packed.items() if name in linears and not linears.issuperset(parts)}
+
+
+def _linears(hf_config: Any) -> frozenset[str]:
+    """The last parts of the names of all linears of transformers' model; empty if transformers does not have it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+    except ValueError:  # transformers does not know the configuration
+        return frozenset()
+    return frozenset(name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
 
 
 def hf_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:

@@ -43,16 +43,19 @@ _NO_BIASES = tuple(_always(key, (False,), _NO_BIAS) for key in ("attention_bias"
 _NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
 _ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
-_NO_WINDOW = Setting("sliding_window", (None,), WINDOW)
+_NO_WINDOW = Setting(
+    "sliding_window", (None,), WINDOW, "set it to null in config.json if no sequence of your run is longer than the window",
+    is_window=True,
+)  # fmt: skip
 
 
-def _only_vllm(key: str, *values: Any) -> Setting:
+def _only_vllm(key: str, *values: Any, **more: Any) -> Setting:
     """A key that vLLM's model of the family reads and transformers' ignores, with the values that change nothing."""
-    return _always(key, values, ONLY_VLLM, REMOVE)
+    return _always(key, values, ONLY_VLLM, REMOVE, **more)
 
 
 _LOGIT_SCALE = _only_vllm("logit_scale", 1)
-_NAMED_WINDOW = _only_vllm("sliding_window", None, 0)  # vLLM gives a window to every model that names one
+_NAMED_WINDOW = _only_vllm("sliding_window", None, 0, is_window=True)  # vLLM gives a window to every model that names one
 _PARTIAL = Setting("rope_parameters.partial_rotary_factor", (), "both sides leave part of a head unrotated")
 _PHI_DROPOUTS = ("resid_pdrop", "embd_pdrop")
 _NOT_TIED = Setting("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")

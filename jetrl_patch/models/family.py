@@ -27,6 +27,7 @@ class Setting:
         everywhere: whether every mode with a quantized rollout refuses other values, because one side would compute something
             else, not just round differently.
         needed: whether a missing key is refused too, because one side has another default.
+        is_window: whether a number is covered too that no context of the model reaches.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Setting:
     fix: str = ""
     everywhere: bool = False
     needed: bool = False
+    is_window: bool = False
 
     @property
     def values(self) -> str:
@@ -48,6 +50,8 @@ class Setting:
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else getattr(value, part, _ABSENT)
         if value is _ABSENT:
             return f"no {self.key}" if self.needed else ""
+        if self.is_window and isinstance(value, int) and value >= _context(hf_config):
+            return ""
         items = value if isinstance(value, (list, tuple)) else [value]
         return "" if not self.covered or all(item in self.covered for item in items) else f"{self.key}={value!r}"
 
@@ -55,6 +59,12 @@ class Setting:
         """What is wrong with this key, as a phrase; empty if it is covered."""
         found = self.found(hf_config)
         return found and f"{found} (expected {self.values}: {self.reason})"
+
+
+def _context(hf_config: Any) -> float:
+    """The longest context that vLLM serves with a model."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    return float(getattr(hf_config, "max_position_embeddings", None) or float("inf")) * max(float(rope.get("factor") or 1), 1.0)
 
 
 WINDOW = "the shared attention sees the whole context"

@@ -63,7 +63,7 @@ def run(make: Callable[..., Any], job: Job, batches: Sequence[tuple[int, int]], 
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3", "llama", "yarn"])
+@pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3", "phi3-window", "yarn"])
 def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")
     job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)

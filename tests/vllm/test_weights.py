@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from jetrl_patch.models.layers import is_quantized
 from jetrl_patch.sync.digest import add, digest
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import SyncStats, quantized_stream
+from tests.models import config_of, save
 
 
 def weights_of(path: str) -> dict[str, torch.Tensor]:
@@ -233,7 +235,7 @@ def test_nan_in_a_bf16_checkpoint_names_the_weight(checkpoint: Callable[..., str
     weight = weights_of(path)[name].clone()
     weight[3, 4] = float("nan")
     with pytest.raises(SyncError, match=r"layers\.2\.self_attn\.k_proj"):
-        worker_of(llm).model_runner.get_model().load_weights([(name, weight)])
+        worker_of(llm).jetrl_receiver.installer.load([(name, weight)])
 
 
 @pytest.mark.e2e
@@ -264,3 +266,35 @@ def test_no_digests_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) ->
     for found in ({"backup": torch.zeros(1)}, {"buffers": {"rotary": torch.zeros(1)}}):
         with pytest.raises(SyncError, match=r"found an engine that sleeps. .*wake_up\(tags=\[\"weights\"\]\)"):
             sleeps(**found)
+
+
+# ---- Weights that are merged on disk, of families without a record -------------------------------
+
+def test_models_in_which_gate_and_up_are_one_layer() -> None:
+    """vLLM declares two for GLM, of which transformers' model has one."""
+    from jetrl_patch.adapters.vllm.shards import merged_already
+
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for family, expected in {"glm": ["gate_up_proj"], "glm4": ["gate_up_proj"], "gemma2": [], "qwen3": []}.items():
+        assert list(merged_already(packed, config_of(family))) == expected
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("family", "precision"), [("glm4", "fp8-unified"), ("glm4", "fp8-rollout"), ("glm", "fp8-unified")])
+def test_a_layer_that_is_merged_on_disk(tmp_path: Path, engine: Callable[..., Any], family: str, precision: str) -> None:
+    """The bytes of a sync are those that the engine makes of the checkpoint, and every layer has the trainer's name."""
+    from transformers import AutoModelForCausalLM
+
+    from jetrl_patch.trainer.source import convert
+
+    path = save(tmp_path, family, steps=0)
+    jetrl_patch.enable(precision=precision, align="linear" if precision == "fp8-unified" else None)
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=path, config=config))
+    loaded = in_engine(llm)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    source = convert(model, config, shapes, rollout_tp=1, device_type="cpu")
+    assert push(worker_of(llm), list(source.stream(weights.items(), SyncStats())))["layers"] == 6 * 3
+    assert in_engine(llm) == loaded and "model.layers.0.mlp.gate_up_proj.weight" in loaded
