@@ -16,6 +16,7 @@ from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, differences, explain
 from jetrl_patch.models.structure import units
 from jetrl_patch.patching.guards import require_versions
+from jetrl_patch.patching.identity import identity
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_on_import, apply_patch, require_target, watch
 
@@ -134,7 +135,7 @@ class Status:
         enabled: whether the process is patched.
         config: the active settings; None if it is not patched.
         pid: the process id.
-        versions: framework -> installed version.
+        versions: framework -> installed version; ``jetrl_patch`` -> version and digest of the sources.
         patches: the changes, applied or waiting.
         layers: names of the layers in FP8.
         cut: names of the layers in BF16 because the rollout's tensor parallelism cuts one of their blocks (``on_cut``).
@@ -267,7 +268,8 @@ def plan(asked: Config, adapters: Sequence[registry.Adapter]) -> Session:
     In an imported module the target must exist, in other modules only the module's file. Raises as ``preview``.
     """
     config = asked.resolved()
-    versions = require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
+    versions = {"jetrl_patch": identity()}
+    versions |= require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
     for adapter in adapters:
         adapter.check(config)
     changes: list[Patch | OnImport] = []

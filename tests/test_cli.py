@@ -11,9 +11,10 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from jetrl_patch._versions import SUPPORTED, VERSION
+from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli.main import app
 from jetrl_patch.patching import guards
+from jetrl_patch.patching.identity import identity
 
 
 def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +36,7 @@ def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_version_is_the_package_s() -> None:
     result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.output) == (0, f"jetrl_patch {VERSION}\n")
+    assert (result.exit_code, result.output) == (0, f"jetrl_patch {identity()}\n")
 
 
 def test_status_fails_where_a_version_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from jetrl_patch._versions import VERSION
+from jetrl_patch.patching.identity import identity
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,6 +66,19 @@ def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
     )
     said = run(sys.executable, "-c", code, cwd=tmp_path).strip()
     assert said == "['cpu', 'openrlhf', 'ray', 'transformers', 'verl', 'vllm']"
+
+
+def test_its_identity_is_that_of_the_clone_and_changes_with_the_sources(target: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy)
+    asks = "import sys; sys.path.insert(0, {!r}); from jetrl_patch.patching.identity import identity; print(identity())"
+    assert run(sys.executable, "-c", asks.format(str(copy)), cwd=tmp_path).strip() == identity()
+    for changed in ("jetrl_patch/fp8/linear.py", "jetrl_patch/adapters/verl/sync.py"):
+        before = (copy / changed).read_bytes()
+        (copy / changed).write_bytes(before + b"#\n")
+        found = run(sys.executable, "-c", asks.format(str(copy)), cwd=tmp_path).strip()
+        assert found != identity() and found.startswith(VERSION)
+        (copy / changed).write_bytes(before)
 
 
 def test_the_entry_points_are_declared(target: Path) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from jetrl_patch import session
-from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray.hook import make_hook
 from jetrl_patch.adapters.ray.nodes import HOOK, HOOK_NAME, Hook, merge_runtime_env, require_nodes, take_ours
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.patching.identity import identity
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.registry import Adapter, Patch
 
@@ -35,7 +35,7 @@ def init(original: Any, *args: Any, **kwargs: Any) -> Any:
         # like Ray, which reads ``job_config`` only without ``runtime_env``
         given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
         kwargs["runtime_env"], own = merge_runtime_env(given, config)
-        kwargs["runtime_env"][HOOK] = make_hook(VERSION, config.to_env(), _one_of(own, hook))
+        kwargs["runtime_env"][HOOK] = make_hook(identity(), config.to_env(), _one_of(own, hook))
         context = original(*args, **kwargs)
     try:
         require_nodes(config, installs={**job, **kwargs["runtime_env"]})

@@ -14,7 +14,7 @@ from typing import Any
 def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any] | str | None) -> Callable[[], None]:
     """Make the ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``, if there is one.
 
-    ``version`` and ``settings`` (``JETRL_*`` variables) are those of the driver.
+    ``version`` (``identity()``) and ``settings`` (``JETRL_*`` variables) are those of the driver.
     """
     expected = dict(settings)
 
@@ -60,6 +60,9 @@ def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Call
 
             found["version"] = jetrl_patch.__version__
             from jetrl_patch.adapters.ray.worker import report, start
+            from jetrl_patch.patching.identity import identity
+
+            found["version"] = identity()
 
             if attempt:
                 start(version, expected)

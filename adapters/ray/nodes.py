@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray.hook import make_probe
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain
+from jetrl_patch.patching.identity import identity
 
 # ---- Merge the plugin's part of a job's ``runtime_env`` with the user's: pure functions on plain data, without Ray ----
 
@@ -190,11 +190,11 @@ def judge(node: NodeStatus, config: Config) -> JetrlError | None:
     """Return the error for a node, or None if it is patched."""
     version = node.report.get("version")
     settings = node.report.get("settings")
-    if node.report and version is not None and version != VERSION:
-        asked, fix = f"jetrl_patch {VERSION}, as in the driver", "install the same version on every node"
+    if node.report and version is not None and version != identity():
+        asked, fix = f"jetrl_patch {identity()}, as in the driver", "install the same sources on every node"
         return ConflictError(explain(node.where, required=asked, found=version, fix=fix))
     if node.report and version is None:
-        asked, python = f"jetrl_patch {VERSION}", node.report["python"]
+        asked, python = f"jetrl_patch {identity()}", node.report["python"]
         found, fix = f"{node.error} in {python}", "install that version on the node"
         return NotPatchedError(explain(node.where, required=asked, found=found, fix=fix))
     if node.error:
@@ -211,7 +211,7 @@ def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, att
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    probe = ray.remote(make_probe(VERSION, config.to_env(), attempt))
+    probe = ray.remote(make_probe(identity(), config.to_env(), attempt))
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
     if attempt:
         options["runtime_env"] = {"env_vars": {HOOK_VARIABLE: ""}}

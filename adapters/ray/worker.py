@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch._versions import VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.patching.identity import identity
 
 
 def start(version: str, settings: Mapping[str, str]) -> None:
@@ -20,9 +20,9 @@ def start(version: str, settings: Mapping[str, str]) -> None:
     switches the plugin off, and any error of ``enable()``. Ray then ends the worker with the error's text.
     """
     where = f"Ray worker on node {socket.gethostname()}"
-    if version != VERSION:
-        required, fix = f"{version}, as in the driver", "install the same version on every node"
-        raise ConflictError(explain(f"jetrl_patch in the {where}", required=required, found=VERSION, fix=fix))
+    if version != identity():
+        required, fix = f"{version}, as in the driver", "install the same sources on every node"
+        raise ConflictError(explain(f"jetrl_patch in the {where}", required=required, found=identity(), fix=fix))
     expected = Config.from_env(settings)
     if not session.activate_from_env():
         required, found = "JETRL_ENABLED=1, as in the driver", "an environment that switches the plugin off"

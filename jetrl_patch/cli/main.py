@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetrl_patch._versions import SUPPORTED, VERSION
+from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli import run as launch
 from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG, split
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_framework, check_python, require_torch
 from jetrl_patch.patching.guards import installed_version, is_installed
+from jetrl_patch.patching.identity import identity
 from jetrl_patch.progress import Display
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opti
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"jetrl_patch {VERSION}")
+        print(f"jetrl_patch {identity()}")
         raise typer.Exit
 
 
@@ -171,9 +172,9 @@ def _status(as_json: bool) -> int:
     if as_json:
         asked = None if config is None else dataclasses.asdict(config)
         patches = [dataclasses.asdict(patch) for patch in planned]
-        print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked, "patches": patches}))
+        print(json.dumps({"version": identity(), "frameworks": frameworks, "config": asked, "patches": patches}))
     else:
-        print(f"jetrl_patch {VERSION}, Python {check_python()[1]}\n")
+        print(f"jetrl_patch {identity()}, Python {check_python()[1]}\n")
         print(f"{'framework':14}{'required':16}{'tested':10}{'installed':14}")
         for name, row in frameworks.items():
             print(f"{name:14}{row['required']:16}{row['tested']:10}{row['found']:14}{row['state']}")

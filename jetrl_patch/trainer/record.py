@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jetrl_patch._versions import VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, differences, explain
+from jetrl_patch.patching.identity import identity
 
 FILE = "jetrl.json"
 #: verl writes rank and alpha of LoRA into this file, next to the shards
@@ -26,7 +26,7 @@ def write(folder: str | os.PathLike[str], config: Config) -> None:
     """Write the settings into a checkpoint's folder, atomically; create the folder if it is missing."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    record = {"jetrl_patch": VERSION, "settings": dataclasses.asdict(config.resolved())}
+    record = {"jetrl_patch": identity(), "settings": dataclasses.asdict(config.resolved())}
     unfinished = place / f"{FILE}.{os.getpid()}"
     unfinished.write_text(json.dumps(record, indent=2) + "\n")
     unfinished.replace(place / FILE)

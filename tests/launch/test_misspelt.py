@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from jetrl_patch import session
-from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray import worker
 from jetrl_patch.adapters.vllm.entry import register
 from jetrl_patch.cli import run
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.patching.identity import identity
 
 CONFIG = Config(precision="bf16")
 
@@ -36,7 +36,7 @@ def load_verls_plugin() -> None:
         lambda: session.enable(CONFIG),
         session.activate_from_env,
         register,
-        lambda: worker.start(VERSION, CONFIG.to_env()),
+        lambda: worker.start(identity(), CONFIG.to_env()),
         load_verls_plugin,
     ],
     ids=["enable", "activate", "vllm", "ray", "verl"],

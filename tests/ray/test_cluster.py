@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from jetrl_patch.patching.identity import identity
 from tests.ray.cluster import Cluster
 
 SCRIPT = Path(__file__).with_name("driver_script.py")
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -74,6 +77,12 @@ sys.meta_path.insert(0, Blocked())
     (old / "__init__.py").write_text("__version__ = '0.0.9'\n")
     cluster.start("bare", PYTHONPATH=str(block))
     cluster.start("old", PYTHONPATH=str(old.parent))
+    other = tmp_path / "other" / "jetrl_patch"  # the same version, with one more comment
+    shutil.copytree(ROOT / "jetrl_patch", other, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "adapters", other / "adapters", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "fp8" / "linear.py").open("a") as file:
+        file.write("# another commit\n")
+    cluster.start("other", PYTHONPATH=str(other.parent))
     done = drive(cluster, tmp_path)
     assert done.returncode == 1
     assert "CONNECTED" not in done.stdout
@@ -81,6 +90,8 @@ sys.meta_path.insert(0, Blocked())
     assert last.startswith("jetrl_patch.errors.NotPatchedError: node ")
     assert re.search(r"node [\d.]+ \([^,]+, named bare\): .*No module named 'jetrl_patch'", last)
     assert re.search(
-        r"node [\d.]+ \([^,]+, named old\): required jetrl_patch [\d.]+, as in the driver, found 0\.0\.9", last
+        r"node [\d.]+ \([^,]+, named old\): required jetrl_patch [\d.]+\+\w{12}, as in the driver, found 0\.0\.9", last
     )
+    found = re.search(r"named other\): required jetrl_patch ([\d.]+\+\w{12}), as in the driver, found ([\d.]+\+\w{12})\.", last)
+    assert found is not None and found[1] == identity() != found[2]
     assert "named head" not in last and "named clean" not in last

