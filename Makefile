@@ -51,7 +51,7 @@ TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
 .PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
-        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni lint bench bench-gpu hopper venv clean
+        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
@@ -143,17 +143,17 @@ else
 	$(TEST) -m "not slow" $(ARGS)
 endif
 
-test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni
+test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl
 	@mkdir -p outputs
 	@$(TEST) -m "not slow" --cpu-seconds outputs/cpu-seconds-engines.json tests/vllm >outputs/test-engines.log 2>&1; \
 	status=$$?; cat outputs/test-engines.log; exit $$status
 
-test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(GYM)
+test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(GYM)
 	$(TEST) -m "not slow" --cpu-seconds outputs/cpu-seconds-others.json --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## adds the slow tests: every model family, more ranks, both trainers, killed workers
 # one file at a time, because of their memory
-test-all: lint $(VENV)/vision $(VENV)/veomni $(GYM)
+test-all: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(GYM)
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
 	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm
@@ -220,6 +220,14 @@ $(VENV)/vision: requirements/vision.txt scripts/vision.py | $(SELF)
 veomni: $(VENV)/veomni
 
 $(VENV)/veomni: requirements/veomni.txt | $(SELF)
+	rm -rf $@
+	$(PIP) --target $@ -r $<
+	@touch $@
+
+## installs TRL, for the tests that its trainers are refused
+trl: $(VENV)/trl
+
+$(VENV)/trl: requirements/trl.txt | $(SELF)
 	rm -rf $@
 	$(PIP) --target $@ -r $<
 	@touch $@

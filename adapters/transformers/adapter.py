@@ -1,4 +1,4 @@
-"""The transformers adapter: entries in transformers' registries of attention and experts, and one patch for packed rows."""
+"""The transformers adapter: entries in transformers' registries of attention and experts, and two patches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from jetrl_patch import session
 from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
+from jetrl_patch.trainer.foreign import changes_rollout, unknown_trainer
 
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
 
@@ -29,6 +31,13 @@ def find_packed_sequence_indices(original: Any, position_ids: Any) -> Any:
     return begins.cumsum(-1)
 
 
+# ---- Refuse trainers that are built on transformers' own ------------------------------------------
+
+@replacement
+def _train(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise unknown_trainer(f"{type(self).__module__}.{type(self).__qualname__}", session.active_config())
+
+
 # ---- The adapter ---------------------------------------------------------------------------------
 
 PACKED_ROWS = Patch(
@@ -36,6 +45,15 @@ PACKED_ROWS = Patch(
     when=lambda config: config.exact,
     reason="transformers checks on the GPU whether a row is packed, so the host waits for the GPU in every forward pass",
     remove_when="transformers' find_packed_sequence_indices takes a flag from its caller instead of calling .all() on the device",
+)  # fmt: skip
+
+
+TRAIN = Patch(
+    "transformers.trainer", "Trainer.train", _train,
+    when=changes_rollout,
+    reason="TRL, ms-swift and others train with it, and this version patches none of them: FP8 would be in the rollout alone, or "
+    "nowhere",
+    remove_when="an adapter prepares the models of transformers' Trainer",
 )  # fmt: skip
 
 
@@ -51,8 +69,8 @@ class TransformersAdapter(Adapter):
         return Services(models=parity)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Patch the search for packed rows in exact mode."""
-        return needed((PACKED_ROWS,), config)
+        """Patch the search for packed rows in exact mode, and refuse unknown trainers."""
+        return needed((PACKED_ROWS, TRAIN), config)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Register sequence-parallel attention in every mode, and exact attention and FP8 experts in modes that have them."""

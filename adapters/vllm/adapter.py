@@ -19,8 +19,10 @@ from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
 
 @replacement
 def _create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from jetrl_patch.adapters.vllm.engine import check_engine, prepare_arguments
+    from jetrl_patch.adapters.vllm.engine import check_engine, generates, prepare_arguments
 
+    if not generates(self):
+        return original(self, *args, **kwargs)
     ADAPTER.install()
     prepare_arguments(self, session.active_config())
     vllm_config = original(self, *args, **kwargs)
@@ -32,6 +34,8 @@ def _create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from jetrl_patch.adapters.vllm.worker import attach
 
+    if self.vllm_config.model_config.runner_type == "pooling":
+        return original(self, *args, **kwargs)
     ADAPTER.prepare_worker(self)
     result = original(self, *args, **kwargs)
     attach(self, session.active_config())
@@ -39,11 +43,21 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @replacement
-def _execute_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _execute_model(original: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    from jetrl_patch.adapters.vllm.writes import check_serving
+
+    check_serving(self, scheduler_output)
+    return original(self, scheduler_output, *args, **kwargs)
+
+
+@replacement
+def _reload_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from jetrl_patch.adapters.vllm.writes import refused
+
     receiver = getattr(self, "jetrl_receiver", None)
-    if receiver is not None:
-        receiver.check_serving()
-    return original(self, *args, **kwargs)
+    if receiver is None:  # an engine that scores or embeds
+        return original(self, *args, **kwargs)
+    raise refused(receiver, "a call of the worker's reload_weights")
 
 
 @replacement
@@ -111,6 +125,12 @@ PATCHES: tuple[Patch, ...] = (
         always="a worker must not generate after a failed sync, even if its process is no longer patched",
         reason="without it an engine would generate from half-updated weights after a failed sync",
         remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step, and may raise",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker", "Worker.reload_weights", _reload_weights,
+        when=lambda config: config.quantized_rollout,
+        reason="without it a trainer that the plugin does not know would write BF16 over quantized weights, past the receiver",
+        remove_when="vLLM's Worker.reload_weights asks the model's quantization before it touches a parameter",
     ),
     Patch(
         "vllm.model_executor.model_loader.base_loader", "initialize_model", _initialize_model,

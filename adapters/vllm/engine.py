@@ -31,6 +31,7 @@ from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import DENSE_BLOCKS, Family, record_of
 from jetrl_patch.models.layers import is_cut, is_quantized
 from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
+from jetrl_patch.trainer.foreign import calling_package, changes_rollout, unknown_trainer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,14 +106,21 @@ def _on_cpu() -> bool:
 
 # ---- The arguments, and the configuration that vLLM makes of them --------------------------------
 
+def generates(args: EngineArgs) -> bool:
+    """Whether an engine generates text. One that scores or embeds is no rollout, and stays as the user built it."""
+    return args.runner != "pooling" and (args.runner != "auto" or args.create_model_config().runner_type != "pooling")
+
+
 def prepare_arguments(args: EngineArgs, config: Config) -> None:
     """Set the quantization, the attention, and CUDA graphs or eager mode, before vLLM resolves the arguments.
 
     Raises:
         ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
-        ConfigError: a dtype other than BF16 is set.
+        ConfigError: a dtype other than BF16 is set, or the engine belongs to a trainer that this version does not patch.
         VersionError: the engine shall return the chosen experts, and this vLLM cannot return those of the plugin's router.
     """
+    if changes_rollout(config) and (package := calling_package()):
+        raise unknown_trainer(package, config)
     set_arguments(args, config)
     if not config.quantized_rollout:
         return
@@ -126,7 +134,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
         required, fix = "bfloat16, for quantized linears", "leave dtype at 'auto' or set it to 'bfloat16'"
         raise ConfigError(explain("vLLM dtype", required=required, found=str(args.dtype), fix=fix))
-    refused = {"enable_lora": bool(args.enable_lora)}
+    refused = {"enable_lora": bool(args.enable_lora), "weight_transfer_config": args.weight_transfer_config is not None}
     if config.exact:
         refused |= {
             "speculative_config": args.speculative_config is not None,
@@ -139,13 +147,16 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             "limit_mm_per_prompt for videos": bool((args.limit_mm_per_prompt or {}).get("video")),
         }
     if unsupported := _present(refused):
-        fix = "Turn it off, or use align='linear'." if config.exact and not args.enable_lora else "Turn it off."
+        both = args.enable_lora or args.weight_transfer_config is not None
+        fix = "Turn it off, or use align='linear'." if config.exact and not both else "Turn it off."
         mode = f"precision={config.precision!r} with align={config.resolved_align!r}"
         raise ConflictError(f"{mode} does not support vLLM's {', '.join(unsupported)}. {fix}")
     if config.exact:
         choose_attention(args)
         # vLLM then refuses videos, which have not been tried
         args.limit_mm_per_prompt = {**(args.limit_mm_per_prompt or {}), "video": 0}
+        # a window that is accepted holds every context; vLLM then refuses a longer one
+        args.disable_sliding_window = True
         if args.mamba_ssm_cache_dtype == "auto":  # of gated delta nets; rounding a state would give it other bits
             args.mamba_ssm_cache_dtype = "float32"
     args.quantization = ours

@@ -175,6 +175,8 @@ class VllmInstaller:
         self.model = model
         self._loaded: set[str] = set()
         self._captured: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self.seal()
 
     def quantized_layers(self) -> list[str]:
         """Return the Hugging Face names of the quantized layers. Experts are last, and include those of other ranks."""
@@ -237,7 +239,7 @@ class VllmInstaller:
         kind = type(self.model).__name__
         family = next((family for family in FAMILIES.values() if family.causal_lm == kind), LLAMA_LIKE)
         stored = ((family.to_stored(name), weight) for name, weight in weights if name not in tied)
-        self._loaded |= set(self.model.load_weights(stored))
+        self._loaded |= set(type(self.model).load_weights(self.model, stored))  # see ``writes``
 
     def finish(self) -> None:
         """Check completeness, and recompute what vLLM derives from the weights.
@@ -266,6 +268,16 @@ class VllmInstaller:
             required = "every tensor at the address that the graphs read"
             found, fix = f"{len(moved)} elsewhere ({', '.join(moved[:3])})", "set enforce_eager=True and decode_graphs=False"
             raise SyncError(explain(what, required=required, found=found, fix=fix))
+        self.seal()
+
+    def seal(self) -> None:
+        """Note the state of all parameters, for ``written_elsewhere``."""
+        self._versions = _versions(self.model)
+
+    def written_elsewhere(self) -> list[str]:
+        """The parameters that something has written in place (not through ``.data``) or replaced since ``seal``."""
+        now = _versions(self.model)
+        return [name for name in {**now, **self._versions} if now.get(name) != self._versions.get(name)]
 
     @torch.no_grad()
     def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:
@@ -295,6 +307,11 @@ def _rows(layer: LinearBase, names: list[str]) -> Iterator[tuple[Shard, slice]]:
     """Yield the parts of a linear with their rows of this rank's parameter."""
     for shard in shards_of(layer, names):
         yield shard, slice(shard.offset, shard.offset + shard.row1 - shard.row0)
+
+
+def _versions(model: torch.nn.Module) -> dict[str, int]:
+    """How often each parameter was written in place."""
+    return {name: 0 if weight.is_inference() else weight._version for name, weight in model.named_parameters()}
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:

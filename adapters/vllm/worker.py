@@ -24,6 +24,7 @@ from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, fuse, keep_equal
 from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
 from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactRowParallelLinear, choose_sum, gathered
+from jetrl_patch.adapters.vllm.writes import refuse_other_writes
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, SyncError, explain
@@ -208,6 +209,9 @@ def attach(worker: Any, config: Config) -> None:
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
     worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), gathered, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
+    if config.quantized_rollout:
+        installer.seal()
+        refuse_other_writes(worker.jetrl_receiver, installer)
 
 
 def _finish_quantized(worker: Any, model: nn.Module, config: Config) -> None:

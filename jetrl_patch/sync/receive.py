@@ -164,6 +164,7 @@ class Receiver:
         #: the trainer's number of the last complete sync, if its framework counts them; 0 before the first
         self.version = 0
         self._sync: _Sync | None = None
+        self._refused: JetrlError | None = None
 
     def on_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take one bucket of the stream. Never raises; ``finish`` raises the error."""
@@ -204,7 +205,7 @@ class Receiver:
         assert sync is not None
         if self.base is not None:
             self.base.seal(sync.digests)
-        self.state, self._sync = State.SERVING, None
+        self.state, self._sync, self._refused = State.SERVING, None, None
         return {"tensors": len(sync.arrived), "bytes": sync.nbytes, "layers": len(sync.manifest.layers)}
 
     def held(self) -> str:
@@ -222,8 +223,16 @@ class Receiver:
             self.break_off("the trainer gave up the weight sync")
             self.error, self._sync = None, None
 
+    def refuse(self, error: JetrlError) -> None:
+        """Serve nothing until the next complete sync, because something else has written the weights, or tried to."""
+        if self._sync is not None:
+            self._fail(error)
+        self.state, self._refused = State.FAILED, error
+
     def check_serving(self) -> None:
         """Raise SyncError unless the weights in memory come from one complete sync."""
+        if self._refused is not None:
+            raise SyncError(f"this engine does not generate. {self._refused}")
         if self.state is not State.SERVING:
             state = self.state.value
             raise SyncError(
