@@ -20,22 +20,27 @@ from jetrl_patch.trainer.rules import MARK
 @replacement
 def v0_old_log_prob(original: Any, self: Any, batch: Any) -> Any:
     """Wrap ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
+    rollout = batch.batch.get("rollout_log_probs", None)
+    if rollout is None:
+        without_log_probs()
+        return original(self, batch)
     if session.active_config().skips_old_pass:
         taken = old_log_probs.instead_v0(original, self, batch)
         if taken is not None:
             return taken
     result = original(self, batch)
-    rollout = batch.batch.get("rollout_log_probs", None)
-    if rollout is None:  # verl's V0 trainer accepts samples without log-probs
-        if session.active_config().exact:
-            what, required = "samples of an agent loop with align='exact'", "response_logprobs for every token, from the rollout"
-            fix = "return response_logprobs in AgentLoopOutput, or use align='linear'"
-            raise ConfigError(explain(what, required=required, found="none", fix=fix))
-        _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
-    else:
-        current = state.are_current(state.of_batch(batch), unknown=state.are_of_one(self.config))
-        note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
+    current = state.are_current(state.of_batch(batch), unknown=state.are_of_one(self.config))
+    note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
     return result
+
+
+def without_log_probs() -> None:
+    """Raise ConfigError in exact mode for samples without the rollout's log-probs, which verl's trainers accept, or warn."""
+    if session.active_config().exact:
+        what, required = "samples of an agent loop with align='exact'", "response_logprobs for every token, from the rollout"
+        fix = "return response_logprobs in AgentLoopOutput, or use align='linear'"
+        raise ConfigError(explain(what, required=required, found="none", fix=fix))
+    _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
 
 
 @replacement
@@ -50,7 +55,15 @@ def separate_log_prob(original: Any, self: Any, batch: Any) -> Any:
 @replacement
 def v1_old_log_prob(original: Any, self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
     """Wrap ``PPOTrainer._compute_old_log_prob`` (trainer V1, which keeps its batches in the TransferQueue)."""
+    import transfer_queue
+
+    def fetch(*fields: str) -> Any:
+        return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+
     bypassed = is_bypassed(self.config)
+    if fetch("rollout_log_probs", "response_mask").get("rollout_log_probs", None) is None:
+        without_log_probs()
+        return original(self, batch, metrics)
     if session.active_config().skips_old_pass and not bypassed:
         taken = old_log_probs.instead_v1(original, self, batch)
         if taken is not None:
@@ -60,11 +73,8 @@ def v1_old_log_prob(original: Any, self: Any, batch: Any, metrics: dict[str, Any
     if bypassed:  # old and rollout log-probs are the same tensor; the loss compares
         DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
     else:
-        import transfer_queue
-
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-        data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        padded = data.to_padded_tensor()
+        fields = ("old_log_probs", "rollout_log_probs", "response_mask")
+        padded = fetch(*fields).to_padded_tensor()
         old, rollout, mask = (padded[field] for field in fields)
         note_mismatch(self.config, old, rollout, mask, current)
     return result

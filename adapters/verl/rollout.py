@@ -5,13 +5,24 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jetrl_patch import registry, session
 from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.adapters.verl.precision import FP16
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, model_folder, named, whole
+from jetrl_patch.adapters.verl.yaml_settings import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    Select,
+    data_files,
+    model_folder,
+    named,
+    whole,
+)
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
@@ -181,6 +192,42 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     for name, below in value.items():
         if not str(name).startswith("_"):
             yield from leaves(f"{path}.{name}", below)
+
+
+# ---- Rows of the data that ask for greedy decoding -----------------------------------------------
+
+#: the column, which verl's agent loops read
+_GREEDY = "__do_sample__"
+
+
+def data_problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for training data with such rows, unless the temperature is 1.
+
+    vLLM gives greedy samples their log-probs at temperature 1, the trainer computes all of them at the rollout's.
+    """
+    temperature = select(f"{ROLLOUT}.temperature")
+    if config.mode.only_measures or temperature == 1:
+        return
+    for setting, path in data_files(select):
+        if setting == "data.train_files" and _GREEDY in _columns(os.path.expanduser(path)):
+            required = f"no column {_GREEDY} with {ROLLOUT}.temperature={temperature} (greedy samples have log-probs at 1)"
+            fix = "remove the column, or set the temperature to 1"
+            yield ConfigError(explain(named(setting), required=required, found=f"one in {path}", fix=fix))
+
+
+def _columns(path: str) -> Collection[str]:
+    """The columns of a local file of samples; none if it cannot be read, which verl reports."""
+    if not os.path.isfile(path):
+        return ()
+    try:
+        if path.endswith(".parquet"):
+            from pyarrow.parquet import read_schema
+
+            return list(read_schema(path).names)
+        with open(path, encoding="utf-8") as file:
+            return dict(json.loads(file.readline()))
+    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
+        return ()
 
 
 # ---- Engines other than the policy's: verl's reward models and distillation teachers ----

@@ -212,6 +212,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from rollout.engine_problems(select, config)
     yield from ulysses.problems(select)
     yield from rollout.problems(select, config)
+    yield from rollout.data_problems(select, config)
     if config.old_log_probs != "auto":  # ``chosen`` resolves "auto"
         yield from rollout.old_log_prob_problems(select, config)
     yield from precision.optimizer_problems(select, config)

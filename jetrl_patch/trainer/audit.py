@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIX = "run `jetrl parity` on this machine, and set on_mismatch='recompute' to train meanwhile"
+_FIX = (
+    "check that no sample has sampling parameters of its own, run `jetrl parity` on this machine, and set "
+    "on_mismatch='recompute' to train meanwhile"
+)
 
 
 class Audit:

@@ -215,7 +215,7 @@ def test_without_log_probs_or_a_new_sync_the_pass_runs(mode):
         v0(trainer)
     mode(Config().resolved())
     V0(data)(trainer)
-    assert v0.passes == [ALL] * 3
+    assert v0.passes == [ALL] * 2
 
 
 class Queue:
@@ -286,6 +286,23 @@ def test_v1_passes_a_share_and_logs_nothing_of_it(v1):
     metrics.note_sync([report()])
     expected = sum(int(v1.queue.rows[f"key{row}"]["response_mask"].sum()) for row in (0, 4))
     assert DRIVER.metrics["jetrl/audited_tokens"] == expected and DRIVER.metrics["jetrl/bit_equal_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+@pytest.mark.parametrize("config", [Config(), Config(old_log_probs="recompute"), Config(align="linear")])
+def test_v1_without_log_probs(v1, mode, capsys, config, rows):
+    """Before, the pass ran, and then a KeyError named a field of the queue. One agent among several may return none."""
+    mode(config.resolved())
+    for key in list(v1.queue.rows)[:rows]:
+        del v1.queue.rows[key]["rollout_log_probs"]
+    metrics.note_sync([report()])
+    if config.exact:
+        with pytest.raises(ConfigError, match=r"required response_logprobs .*found none\. Return response_logprobs"):
+            v1.step(Trainer())
+        assert v1.passes == []
+    else:
+        assert v1.step(Trainer()) == "batch" and v1.passes == [ALL]
+        assert "returns no response_logprobs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["min_global_steps", "max_global_steps"])

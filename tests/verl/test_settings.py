@@ -54,6 +54,26 @@ def test_measuring_leaves_verls_own_quantization_alone(base):
         assert OmegaConf.select(verl_config, path) == "fp8"
 
 
+@pytest.mark.parametrize(("config", "kind"), [(EXACT, "parquet"), (ROLLOUT, "jsonl"), (BF16, "parquet")])
+def test_rows_that_ask_for_greedy_decoding(base, tmp_path, config, kind):
+    """Their log-probs are those at temperature 1. Before, an AuditError in the first step blamed the machine."""
+    import pandas
+
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "__do_sample__": [True, False]})
+    path, plain = tmp_path / f"data.{kind}", tmp_path / f"plain.{kind}"
+    for data, place in ((frame, path), (frame[["prompt"]], plain)):
+        data.to_parquet(place) if kind == "parquet" else data.to_json(place, orient="records", lines=True)
+    verl_config = base(f"data.train_files=[{plain},{path}]", f"{R}.temperature=0.7")
+    if config is BF16:
+        settings.check(verl_config, config)
+        return
+    with pytest.raises(ConfigError, match=r"data\.train_files: required no column __do_sample__ .*found one in"):
+        settings.check(verl_config, config)
+    for files, temperature in ((path, 1.0), (plain, 0.7), ("nowhere.parquet", 0.7)):
+        verl_config.data.train_files, verl_config.actor_rollout_ref.rollout.temperature = str(files), temperature
+        settings.check(verl_config, config)
+
+
 REFUSED = [
     (f"{R}.name=sglang", "rollout.name", BF16),
     ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy", ROLLOUT),
