@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config, environment
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, differences, explain
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain
 from jetrl_patch.models.structure import units
 from jetrl_patch.patching.guards import require_versions
 from jetrl_patch.patching.identity import identity
@@ -308,6 +308,10 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     """
     global _session, _starting, _failure
     environment.check_names()
+    given: object = config  # callers without types pass a name
+    if given is not None and not isinstance(given, Config):
+        required, fix = "a Config or single settings by name", "write for instance enable(precision='fp8-unified')"
+        raise ConfigError(explain("enable()", required=required, found=repr(given), fix=fix))
     asked = Config.from_env(**overrides) if config is None else config.replace(**overrides)
     wanted = asked.resolved()
     with _lock:

@@ -257,6 +257,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield from raised(lambda: check_torchao(config.optimizer_states))
         rules += OPTIMIZER_RULES
     yield from broken(rules, select, config, argument)
+    yield from model_name_problems(args)
     yield from reward_problems(args)
     yield from precision_problems(select, config)
     yield from lora_problems(select, config)
@@ -266,6 +267,13 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     hf_config = yield from checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True)
     if hf_config is not None:
         yield from model_problems(args, hf_config, config)
+
+
+def model_name_problems(args: Any) -> Iterator[JetrlError]:
+    """Yield an error if there is no model to train. OpenRLHF would start Ray and its engines before it looks for one."""
+    if not _get(args, "actor.model_name_or_path"):
+        required, fix = "a model to train", "add --actor.model_name_or_path with a folder or a name on the hub"
+        yield ConfigError(explain("OpenRLHF's --actor.model_name_or_path", required=required, found="none", fix=fix))
 
 
 def reward_problems(args: Any) -> Iterator[JetrlError]:

@@ -104,7 +104,7 @@ class JetrlQuantConfig(QuantizationConfig):
         """Raise ConflictError if the checkpoint is quantized already and this quantization was requested."""
         if user_quant in QUANTIZATIONS:
             what, method = f"checkpoint for quantization={user_quant!r}", hf_quant_cfg.get("quant_method")
-            found = f"quant_method={method!r} in its config.json"
+            found = f"quant_method={method!r} in its config.json or hf_quant_config.json"
             raise ConflictError(explain(what, required="BF16 weights", found=found, fix="use the BF16 checkpoint"))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:

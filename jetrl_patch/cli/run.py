@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jetrl_patch.config import SETTINGS, environment
 from jetrl_patch.config.arguments import FLAG, PROGRAMS, Launch, split
 from jetrl_patch.config.environment import written
 from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH
-from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.errors import ConfigError, JetrlError, explain, reading
 from jetrl_patch.patching.guards import module_exists
 
 # ---- Refuse a program of a training framework that the plugin does not support ------------------
@@ -42,14 +43,34 @@ def prepare(target: str, is_module: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):  # with safe_path Python adds no folder
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
         sys.path[0] = folder  # replaces the folder of the `jetrl` command
-    if not is_module and not os.path.exists(target):
-        raise ConfigError(explain("jetrl run", required=target, found="no such file", fix="give a script, or -m MODULE"))
+    if not is_module:
+        _check_script(target)
     exists = not is_module
     with contextlib.suppress(ImportError, ValueError):  # ValueError: a name with empty parts
         exists = exists or module_exists(target)
     if not exists:
         fix = "install it, or start from the folder that contains it"
         raise ConfigError(explain("jetrl run", required=f"-m {target}", found="no such module", fix=fix))
+
+
+def _check_script(path: str) -> None:
+    """Raise ConfigError unless the path is a program that Python can run."""
+    required, inside = "a Python program (a script, or -m MODULE)", "write `jetrl run --fp8-unified` before the program"
+    if not os.path.exists(path):
+        if shutil.which(path):
+            fix = f"{inside} that {path} starts, in place of `python`"
+            raise ConfigError(explain("jetrl run", required=required, found=f"the command {path}", fix=fix))
+        raise ConfigError(explain("jetrl run", required=path, found="no such file", fix="give a script, or -m MODULE"))
+    if os.path.isfile(path):
+        with reading(path), open(path, "rb") as file:
+            first = file.readline(200)
+        if path.endswith(_SHELL) or (first.startswith(b"#!") and first.rstrip().endswith(b"sh")):
+            fix = f"{inside} that {path} starts, in place of `python`"
+            raise ConfigError(explain("jetrl run", required=required, found=f"the shell script {path}", fix=fix))
+
+
+#: how the names of shell scripts end
+_SHELL = (".sh", ".bash", ".zsh", ".ksh")
 
 
 def run(target: str, is_module: bool, arguments: Sequence[str]) -> None:

@@ -65,6 +65,10 @@ def matrix_expert(number: int) -> int:
 
 #: keys for the number of experts, in the order in which vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+#: what a quantized rollout requires of a checkpoint
+UNQUANTIZED_WEIGHTS = "BF16 weights, which the run quantizes itself"
+#: keys of state-space blocks (Mamba): the number of their heads or channels
+_STATE_SPACE = ("mamba_num_heads", "mamba_n_heads", "mamba_d_state", "ssm_state_size", "state_size")
 #: the width to which latent attention (MLA) compresses keys and values
 _LATENT = "kv_lora_rank"
 
@@ -149,6 +153,11 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         vision = [family.model_type for family in FAMILIES.values() if family.tower]
         why = "in other models the vision tower would become FP8, and the two sides name layers differently"
         yield f"one text model, or with an FP8 rollout one of {', '.join(vision)} ({why})", " and ".join(sorted(parts))
+    yield from (
+        ("blocks of attention and MLP (state-space blocks have not been tested)", f"{name}={value}")
+        for name in _STATE_SPACE
+        if _counts(value := getattr(hf_config, name, None))
+    )
     latent = has_latent_attention(hf_config)
     handled, hf_config = bool(record_of(hf_config).mixture), text_config(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
@@ -173,9 +182,10 @@ def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
     """Yield what is required of a setting, what was found, and the start of the fix."""
     quantized = getattr(hf_config, "quantization_config", None) or getattr(hf_config, "compression_config", None)
     if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else getattr(quantized, "quant_method", None)
-        found = f"quantization_config of {method!r}"
-        yield "BF16 weights, which the run quantizes itself", found, "use a BF16 checkpoint, or use"
+        named = quantized if isinstance(quantized, Mapping) else vars(quantized)
+        keys = ("quant_method", "quant_algo")  # the second is ModelOpt's
+        said = next((f"{key}={named[key]!r}" for key in keys if named.get(key)), f"the keys {', '.join(map(str, named))}")
+        yield UNQUANTIZED_WEIGHTS, f"a quantization_config with {said}", "use a BF16 checkpoint, or use"
     family = family_of(hf_config)
     if family is None:
         return

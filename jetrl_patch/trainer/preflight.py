@@ -11,7 +11,13 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import check_code, check_structure, expert_sizes, is_vision_language
+from jetrl_patch.models.structure import (
+    UNQUANTIZED_WEIGHTS,
+    check_code,
+    check_structure,
+    expert_sizes,
+    is_vision_language,
+)
 from jetrl_patch.trainer.rules import raised
 
 # ---- Find a model on this machine ----------------------------------------------------------------
@@ -170,11 +176,27 @@ def _read(folder: str, trust_remote_code: bool) -> Any:
         if trust_remote_code:
             with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
                 check_code(json.load(file), folder)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_sidecar(os.path.join(folder, _SIDECAR))
+        return found
     except JetrlError:
         raise
     except Exception as error:  # each library below transformers raises its own
         raise _unreadable(f"config.json in {folder}", "a configuration that transformers knows", error) from error
+
+
+#: where ModelOpt says how it quantized a checkpoint; vLLM reads it, transformers does not
+_SIDECAR = "hf_quant_config.json"
+
+
+def _check_sidecar(path: str) -> None:
+    """Raise ModelError for a checkpoint that ModelOpt has quantized."""
+    if not os.path.isfile(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        said = json.load(file).get("quantization") or {}
+    found = ", ".join(f"{key}={value!r}" for key, value in said.items() if key.endswith("quant_algo")) or "a quantization"
+    raise ModelError(explain(path, required=UNQUANTIZED_WEIGHTS, found=found, fix=f"use a BF16 checkpoint, or use {UNQUANTIZED}"))
 
 
 def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> Iterator[JetrlError]:

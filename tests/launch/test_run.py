@@ -150,6 +150,9 @@ def test_signals_reach_the_program(folder, number, handled):
     ("words", "environ", "says"),
     [
         (["nowhere.py"], {}, "required nowhere.py, found no such file"),
+        (["--fp8-unified", "run.sh"], {}, "found the shell script run.sh. Write `jetrl run --fp8-unified` before the"),
+        (["--fp8-unified", "launch"], {}, "required a Python program (a script, or -m MODULE), found the shell script launch"),
+        (["--fp8-unified", "bash", "run.sh"], {}, "found the command bash. Write `jetrl run"),
         (["-m", "pack.nowhere"], {}, "required -m pack.nowhere, found no such module"),
         (["-m", ".pack"], {}, "no such module"),
         (["--align", "exact", "dump.py"], {}, "no precision"),
@@ -160,6 +163,8 @@ def test_signals_reach_the_program(folder, number, handled):
     ],
 )
 def test_our_errors_are_one_line_before_the_program_starts(folder, words, environ, says):
+    (folder / "run.sh").write_text("python dump.py\n")
+    (folder / "launch").write_text("#!/usr/bin/env bash\npython dump.py\n")
     done = start(folder, words, **environ)
     assert done.returncode == 2 and done.stdout == b""
     (line,) = done.stderr.decode().splitlines()

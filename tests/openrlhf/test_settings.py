@@ -118,6 +118,12 @@ def test_samples_that_nothing_scores_are_refused():
             settings.check(arguments(reward__remote_url=None), config)
 
 
+def test_without_a_model_nothing_starts():
+    for config in (BF16, EXACT):
+        with pytest.raises(ConfigError, match=r"--actor\.model_name_or_path: required a model to train, found none\. Add"):
+            settings.check(arguments(actor__model_name_or_path=None), config)
+
+
 def test_a_training_without_a_rollout_is_refused():
     with pytest.raises(ConfigError, match="train_ppo_ray"):
         settings.check(SimpleNamespace(ds=SimpleNamespace()), LINEAR)

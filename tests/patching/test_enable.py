@@ -48,6 +48,9 @@ def test_settings_that_are_wrong_change_nothing(use: Any, environment: dict[str,
     for overrides in ({"precision": "fp9"}, {"precison": "bf16"}, {"precision": "bf16", "align": "exact"}):
         with pytest.raises(ConfigError):
             session.enable(**overrides)
+    for config in ("fp8-unified", {"precision": "bf16"}):
+        with pytest.raises(ConfigError, match=r"a Config or single settings by name, found .*precision='fp8-"):
+            session.enable(config)  # type: ignore[arg-type]
     assert adapter.calls == []
 
 

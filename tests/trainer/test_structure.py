@@ -60,7 +60,7 @@ def latent() -> Any:
         (experts, r"required a dense model.*found num_experts=4\. Use a dense"),
         (vision, r"required one text model, or .*found text_config and vision_config\."),
         (latent, r"vLLM transforms MLA's weights once.*found kv_lora_rank=128\."),
-        (quantized, r"required BF16 weights.*found quantization_config of 'fp8'\. Use a BF16 checkpoint, or use"),
+        (quantized, r"required BF16 weights.*found a quantization_config with quant_method='fp8'\. Use a BF16"),
     ],
 )
 def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, config: Config, make: Any, says: str) -> None:
@@ -69,6 +69,24 @@ def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, co
         check_checkpoint(tmp_path, config, 1)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 350
     assert check_checkpoint(tmp_path, Config(precision="bf16"), 1) is None
+
+
+def test_a_checkpoint_that_modelopt_quantized_is_refused_with_the_file_that_says_so(tmp_path: Path) -> None:
+    """transformers does not read the file, so the run would start, and vLLM would refuse it later."""
+    config_of("llama").save_pretrained(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}')
+    for config in QUANTIZED:
+        with pytest.raises(ModelError, match=r"hf_quant_config\.json: required BF16 weights.*found quant_algo='FP8', kv_cache"):
+            check_checkpoint(tmp_path, config, 1)
+
+
+def test_state_space_blocks_are_refused_as_what_they_are() -> None:
+    """Nemotron-H: its class has a default for experts, which no block has."""
+    from transformers import NemotronHConfig
+
+    config = NemotronHConfig(num_hidden_layers=4, hybrid_override_pattern="M-M*")
+    with pytest.raises(ModelError, match=r"required blocks of attention and MLP \(state-space.*found mamba_num_heads=\d+\."):
+        check_structure(config, LINEAR)
 
 
 def test_a_remote_model_is_refused_in_the_worker_that_has_loaded_it() -> None:
@@ -132,7 +150,9 @@ def test_a_rotary_embedding_that_one_side_ignores_is_refused(key: str) -> None:
 @pytest.mark.parametrize(("key", "value", "says"), [
     ("is_causal", False, "required is_causal=True"),  # which exact mode does not cover either
     ("architectures", None, "architectures: required the name of its class"),
-    ("compression_config", {"quant_method": "fp8"}, "quantization_config of 'fp8'"),
+    ("compression_config", {"quant_method": "fp8"}, "quantization_config with quant_method='fp8'"),
+    ("quantization_config", {"quant_algo": "FP8", "producer": {"name": "modelopt"}}, "quantization_config with quant_algo='FP8'"),
+    ("quantization_config", {"producer": 1, "group_0": 2}, "quantization_config with the keys producer, group_0"),
     ("partial_rotary_factor", 1.0, "as in rope_parameters .*found partial_rotary_factor=1.0"),
     ("head_dtype", "float32", "head_dtype='float32'.*only vLLM reads it.*Remove it"),
 ])  # fmt: skip
