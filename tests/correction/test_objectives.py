@@ -56,6 +56,14 @@ def test_acr_is_tis_where_nothing_is_truncated(change, advantages, log_ratio) ->
     assert torch.equal(clipped, plain_clipped)
 
 
+def test_the_ratio_of_acr_has_no_gradient() -> None:
+    """Neither through the weight nor through the clip."""
+    log_prob, rho = torch.zeros(1, 4, requires_grad=True), torch.tensor([[0.5, 1.0, 2.5, 4.0]], requires_grad=True)
+    loss, _ = acr_loss(log_prob, torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 2.0, -2.0]]), rho, 2.0, 0.2, 0.28, 3.0)
+    loss.sum().backward()
+    assert rho.grad is None and log_prob.grad is not None and log_prob.grad.all()
+
+
 def test_acr_widens_the_clip_by_what_is_truncated() -> None:
     """ρ = 4, C = 2: r = ½, so the clip ends at 2.56 instead of 1.28, and R = 2 still has the gradient C·A·R."""
     log_prob = torch.tensor([[math.log(2.0)]], requires_grad=True)

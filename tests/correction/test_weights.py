@@ -56,6 +56,14 @@ def test_agreement_to_the_last_bit_is_the_identity(kind: str, batch: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
+def test_bounds_are_closed(kind: str) -> None:
+    """With bounds of 1, the narrowest, exact mode sits on them, and every correction is the identity."""
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    found = correct(kind, torch.zeros(2, 3), mask, given_bounds(kind, (1.0, 1.0)))
+    assert torch.equal(found.weights, mask.float()) and torch.equal(found.kept, mask.bool()) and not found.outside.any()
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_nan_at_a_token_is_seen_and_one_at_padding_is_not(kind: str) -> None:
     log_ratio = torch.tensor([[0.0, math.nan], [0.0, math.nan]])
     found = correct(kind, log_ratio, torch.tensor([[1, 0], [1, 1]])).weights

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -105,14 +107,32 @@ def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks, scale_forma
     x, w = operands(9, 130, width)
     b = get_backend(backend)
     wq, K = b.quantize_weight(w, scale_format), width // ranks
-    total = None
-    for r in range(ranks):
-        k = slice(r * K, (r + 1) * K)
-        part = b.fprop(x[:, k].contiguous(), wq.columns(k.start, k.stop), torch.float32)
-        total = part if total is None else total + part
+    cuts = [slice(r * K, (r + 1) * K) for r in range(ranks)]
+    parts = [b.fprop(x[:, k].contiguous(), wq.columns(k.start, k.stop), torch.float32) for k in cuts]
+    total = functools.reduce(torch.add, parts)
+    assert torch.equal(b.fprop(x, wq, torch.float32, splits=ranks), total)
     assert torch.equal(b.fprop(x, wq, splits=ranks), total.to(torch.bfloat16))
+    if ranks > 2:  # the order is seen: in FP32 another one gives other bits
+        assert not torch.equal(functools.reduce(torch.add, reversed(parts)), total)
     with pytest.raises(ValueError, match="without cutting a block"):
         b.fprop(x, wq, splits=32)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_the_activation_that_wgrad_multiplies_is_requantized_over_tokens(backend, scale_format):
+    """Jet-RL's flow: the bytes that FProp saved, in groups of 128 tokens. With one 1 in each column, dW has them row by row."""
+    b, M = get_backend(backend), 160
+    x, _ = operands(M, 1, 300)
+    x *= torch.logspace(0, -5, M)[:, None]  # small tokens beside large ones, which share a scale only here
+    saved = b.quantize_activation(x, scale_format)
+    again = b.quantize_tokens(b.dequantized(saved, torch.bfloat16), scale_format)
+    expected = b.dequantized(again, torch.float32)
+    dy = torch.eye(M, dtype=torch.bfloat16)
+    # 1 is 448 times its own scale, exactly so only with a scale that is a power of two
+    rtol = 0.0 if scale_format != "fp32" else 1e-6
+    torch.testing.assert_close(b.wgrad(dy, saved, torch.float32), expected, rtol=rtol, atol=0.0)
+    assert (b.dequantized(saved, torch.float32) != expected).float().mean() > 0.05  # the bytes as saved would be others
 
 
 @pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1000), (260, 130, 257)])

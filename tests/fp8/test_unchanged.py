@@ -121,6 +121,17 @@ def passes(model, step, accumulate, promised):
     return found
 
 
+def test_a_write_that_torch_counts_is_seen_in_spite_of_the_promise(quantized):
+    model, (x,) = make(), micro_batches(0, 1)
+    with unchanged_weights(model):
+        before = model(x)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.3)
+        after = model(x)
+    assert torch.equal(after, model(x)) and not torch.equal(after, before)
+
+
 def train(model, accumulate, promised, quantized):
     """Outputs, gradients and weights of a few steps, and the number of quantized weights in each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

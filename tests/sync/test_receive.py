@@ -1,6 +1,7 @@
 """The receiver: one sequence succeeds; every other ends in an error and in an engine that refuses to generate."""
 
 import dataclasses
+import re
 import threading
 from multiprocessing import shared_memory
 
@@ -50,6 +51,17 @@ def test_a_whole_sync_serves_the_trainers_bytes(bucket):
     assert (engine.poisoned, engine.finished) == (1, 1)
     sent = dict(items)
     assert torch.equal(engine.tensors[Q].view(torch.uint8), sent[Q].view(torch.uint8))
+
+
+@pytest.mark.parametrize("missing", LAYERS)
+def test_a_layer_that_only_one_side_quantizes_is_refused_whichever_side_it_is(missing):
+    """A rollout that quantizes more than the trainer is the fault of verl#7519 turned round."""
+    fewer = tuple(layer for layer in LAYERS if layer != missing)
+    only = f"only in the trainer: none; only in the rollout: {missing}"
+    _, engine = _fails(_sent(layers=fewer), AuditError, re.escape(only))
+    assert not engine.poisoned and not engine.tensors
+    only = f"only in the trainer: {missing}; only in the rollout: none"
+    _fails(_sent(), AuditError, re.escape(only), engine=Engine(layers=fewer))
 
 
 def test_is_receiving_and_does_not_serve_in_between():

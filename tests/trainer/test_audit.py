@@ -8,7 +8,7 @@ import torch
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError
 from jetrl_patch.measure.mismatch import mismatch
-from jetrl_patch.trainer.audit import Audit, sample
+from jetrl_patch.trainer.audit import Audit, hold, sample
 
 STOP = Config(old_log_probs="rollout")
 GO_ON = STOP.replace(on_mismatch="recompute")
@@ -66,6 +66,17 @@ def test_a_difference_can_be_logged_instead(batch, caplog):
     found, _ = audit.merged([])
     expected = mismatch(torch.cat([changed, trainer]), torch.cat([rollout] * 2), torch.cat([mask] * 2))
     assert found == expected and found.bit_equal_fraction == 21 / 22
+
+
+def test_only_samples_of_the_current_weights_must_be_equal(batch):
+    """Of an asynchronous run the others may differ."""
+    trainer, rollout, mask = batch
+    changed = one_ulp_off(trainer, 1, 2)
+    hold(changed, rollout, mask, torch.tensor([True, False, True]), STOP)
+    for current in ([True, True, True], [False, True, False]):
+        with pytest.raises(AuditError, match="sample 1: required the rollout's"):
+            hold(changed, rollout, mask, torch.tensor(current), STOP)
+    hold(changed, rollout, mask, torch.tensor([True] * 3), STOP.replace(align="linear", old_log_probs="recompute"))
 
 
 def test_nan_is_a_difference(batch):

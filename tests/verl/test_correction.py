@@ -228,11 +228,13 @@ def test_a_batch_of_which_nothing_is_left_is_measured(level) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS_ON if kind != "geo-mis"])
-def test_verls_weights_are_exactly_one_where_both_sides_agree(kind) -> None:
+@pytest.mark.parametrize("bounds", [None, (1.0, 1.0)])
+def test_verls_weights_are_exactly_one_where_both_sides_agree(kind, bounds) -> None:
+    """Also with bounds of 1, the narrowest that are accepted."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
-    here = wanted(kind)
+    here = wanted(kind, bounds if bounds is None or kind == "icepop" else bounds[1:])
     found, _ = compute_rollout_correction_weights(
         torch.zeros(3, 3), mask, here["rollout_is"], here["rollout_is_threshold"]
     )
