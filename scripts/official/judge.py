@@ -95,7 +95,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
         workplace: the temporary folder of the expansion; messages leave it out.
     """
     started = recognise(launch.command)
-    framework = started.framework or ""
+    framework = started.framework or _by_settings(started.arguments)
     if not framework or _NO_ROLLOUT.search(started.target):
         return Judged(launch, framework, started.target, None)
     arguments, notes = translated(framework, started.arguments)
@@ -136,6 +136,11 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     )
     kind = _kind(path, _asynchronous(framework, started.target, settings))
     return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes, cut)
+
+
+def _by_settings(arguments: Sequence[str]) -> str:
+    """The framework that a recipe's own program takes its settings from, as those of DAPO, PRIME, entropy and rllm; else ""."""
+    return "verl" if any(word.lstrip("+~").startswith("actor_rollout_ref.") for word in arguments) else ""
 
 
 #: a setting of a command line, with hydra's mark for adding it; a choice of a config group has no dot

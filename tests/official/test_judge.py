@@ -102,6 +102,14 @@ def test_a_training_without_a_rollout_is_not_judged(tmp_path):
     assert verdict(tmp_path, HEAD + "torchrun -m verl.trainer.sft_trainer a=1\n").kind is None
 
 
+@pytest.mark.parametrize("program", ["recipe.dapo.main_dapo", "recipe.prime.main_prime", "rllm.trainer.verl.train_agent_ppo"])
+def test_a_recipes_own_program_has_a_rollout(tmp_path, program):
+    """It takes verl's settings, so it is another entry point, not a training without a rollout."""
+    found = verdict(tmp_path, HEAD + f"python3 -m {program} actor_rollout_ref.model.path=Qwen/Qwen3-8B\n")
+    assert (found.framework, found.kind, found.target) == ("verl", ASYNC, program)
+    assert all(abouts(found, mode) == ["the entry point"] for mode in modes())
+
+
 def test_what_hydra_refuses_is_a_reason(tmp_path):
     found = verdict(tmp_path, grpo("actor_rollout_ref.rollout.no_such_setting=1"))
     assert found.kind == "dense" and "no_such_setting" in found.verdicts["bf16"][0].text
