@@ -10,7 +10,6 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
-from jetrl_patch.trainer.foreign import changes_rollout, unknown_trainer
 
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
 
@@ -35,6 +34,8 @@ def find_packed_sequence_indices(original: Any, position_ids: Any) -> Any:
 
 @replacement
 def _train(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from jetrl_patch.trainer.foreign import unknown_trainer
+
     raise unknown_trainer(f"{type(self).__module__}.{type(self).__qualname__}", session.active_config())
 
 
@@ -50,7 +51,7 @@ PACKED_ROWS = Patch(
 
 TRAIN = Patch(
     "transformers.trainer", "Trainer.train", _train,
-    when=changes_rollout,
+    when=lambda config: config.changes_rollout,
     reason="TRL, ms-swift and others train with it, and this version patches none of them: FP8 would be in the rollout alone, or "
     "nowhere",
     remove_when="an adapter prepares the models of transformers' Trainer",

@@ -31,7 +31,7 @@ from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import DENSE_BLOCKS, Family, record_of
 from jetrl_patch.models.layers import is_cut, is_quantized
 from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
-from jetrl_patch.trainer.foreign import calling_package, changes_rollout, unknown_trainer
+from jetrl_patch.trainer.foreign import calling_package, unknown_trainer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,7 +119,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         ConfigError: a dtype other than BF16 is set, or the engine belongs to a trainer that this version does not patch.
         VersionError: the engine shall return the chosen experts, and this vLLM cannot return those of the plugin's router.
     """
-    if changes_rollout(config) and (package := calling_package()):
+    if config.changes_rollout and (package := calling_package()):
         raise unknown_trainer(package, config)
     set_arguments(args, config)
     if not config.quantized_rollout:

@@ -107,6 +107,11 @@ class Config(Fields):
         return "triton" if self.kv_cache == "fp8" else self.exact_attention
 
     @property
+    def changes_rollout(self) -> bool:
+        """Whether a rollout engine computes differently with these settings, so that its trainer must too."""
+        return self.quantized_rollout or self.mode.scales_loss
+
+    @property
     def quantized_rollout(self) -> bool:
         """Whether the rollout's linears are quantized."""
         return self.mode.quantizes

@@ -13,11 +13,6 @@ from jetrl_patch.errors import ConfigError, explain
 PACKAGES = frozenset({"areal", "nemo_rl", "prime_rl", "roll", "skyrl", "skyrl_train", "swift", "trl", "unsloth", "unsloth_zoo"})
 
 
-def changes_rollout(config: Config) -> bool:
-    """Whether a rollout engine computes differently with these settings, so that its trainer must too."""
-    return config.quantized_rollout or config.mode.scales_loss
-
-
 def calling_package() -> str:
     """The package among ``PACKAGES`` whose code is running in this thread, called by it or calling; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)

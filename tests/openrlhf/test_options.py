@@ -31,7 +31,7 @@ HARMLESS = {
     "how long a sample gets: a log-prob does not depend on what follows it": "data.max_len rollout.max_new_tokens",
     "an older sample that waits carries the version of its weights": "train.async_queue_size rollout.vllm_generate_batch_size",
     "which samples stand beside each other: a row has the same bits in every batch": """
-        train.micro_batch_size train.max_tokens_per_gpu train.dynamic_batch_enable rollout.micro_batch_size
+        train.micro_batch_size train.max_tokens_per_gpu rollout.micro_batch_size
         rollout.max_tokens_per_gpu""",
     "the loss, which comes after the log-probs and their comparison": """
         actor.eps_clip actor.eps_clip_low_high actor.dual_clip actor.loss_agg_mode actor.entropy_coef actor.aux_loss_coef

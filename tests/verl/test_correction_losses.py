@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,8 +125,10 @@ def test_in_bypass_mode_the_first_mini_batch_after_a_sync_is_measured() -> None:
     assert old_log_probs.bypass_figures([{old_log_probs.LOSS: []}]) is None
 
 
-def test_in_bypass_mode_v1_compares_no_tensor_with_itself() -> None:
+def test_in_bypass_mode_v1_compares_no_tensor_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     session.enable(Config(precision="bf16"))
+    queue = SimpleNamespace(kv_batch_get=lambda **_: {"rollout_log_probs": torch.zeros(0, 1)})
+    monkeypatch.setitem(sys.modules, "transfer_queue", queue)
     wrapped = metrics.v1_old_log_prob(lambda self, batch, found: "done")
     trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": True}}}))
-    assert wrapped(trainer, SimpleNamespace(tags=[]), {}) == "done" and state.DRIVER.metrics == {}
+    assert wrapped(trainer, SimpleNamespace(tags=[], keys=[], partition_id="train"), {}) == "done" and state.DRIVER.metrics == {}
