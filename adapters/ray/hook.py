@@ -62,7 +62,8 @@ def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Call
             from jetrl_patch.adapters.ray.worker import report, start
             from jetrl_patch.patching.identity import identity
 
-            found["version"] = identity()
+            if identity().startswith(f"{jetrl_patch.__version__}+"):  # else two installations are mixed
+                found["version"] = identity()
 
             if attempt:
                 start(version, expected)

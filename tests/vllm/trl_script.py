@@ -1,4 +1,4 @@
-"""GRPO of TRL's own with a colocated engine, as a user would write it, and ``enable()`` at its top: MODEL PRECISION USE_VLLM."""
+"""GRPO of TRL's own with a colocated engine, as a user would write it, and ``enable()`` at its top: MODEL USE_VLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import jetrl_patch
 
-model, precision, use_vllm = sys.argv[1:]
-jetrl_patch.enable(precision=precision)
+model, use_vllm = sys.argv[1:]
+jetrl_patch.enable(precision="fp8-unified")
 
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
