@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config, environment
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, differences, explain
 from jetrl_patch.models.structure import units
 from jetrl_patch.patching.guards import require_versions
 from jetrl_patch.patching.identity import identity
@@ -268,8 +268,7 @@ def plan(asked: Config, adapters: Sequence[registry.Adapter]) -> Session:
     In an imported module the target must exist, in other modules only the module's file. Raises as ``preview``.
     """
     config = asked.resolved()
-    versions = {"jetrl_patch": identity()}
-    versions |= require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
+    versions = {"jetrl_patch": identity(), **require_versions(dict.fromkeys(n for a in adapters for n in a.requires))}
     for adapter in adapters:
         adapter.check(config)
     changes: list[Patch | OnImport] = []
@@ -308,11 +307,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     """
     global _session, _starting, _failure
     environment.check_names()
-    given: object = config  # callers without types pass a name
-    if given is not None and not isinstance(given, Config):
-        required, fix = "a Config or single settings by name", "write for instance enable(precision='fp8-unified')"
-        raise ConfigError(explain("enable()", required=required, found=repr(given), fix=fix))
-    asked = Config.from_env(**overrides) if config is None else config.replace(**overrides)
+    asked = Config.given(config, overrides)
     wanted = asked.resolved()
     with _lock:
         current = _session.config if _session is not None else _starting

@@ -284,8 +284,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             module, "compute_rollout_correction_and_add_to_batch", correction.add_to_batch,
             when=lambda config: config.correction == "geo-mis",
-            reason="verl's V0 trainer does not count the tokens that geo-mis drops, V1 and OpenRLHF do, so a gradient's size "
-            "would depend on the trainer. Does not cover bypass mode, whose losses drop tokens and count them",
+            reason="verl's V0 trainer does not count what geo-mis drops, V1 does. Not for bypass mode, whose losses count it",
             remove_when="verl's V1 trainer writes loss_mask with response_mask, or both count tokens by response_mask",
         )
         for module in (_CORRECTION, "verl.trainer.ppo.v1.trainer_base")

@@ -61,11 +61,12 @@ def v1_old_log_prob(original: Any, self: Any, batch: Any, metrics: dict[str, Any
         return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
 
     bypassed = is_bypassed(self.config)
-    if fetch("rollout_log_probs", "response_mask").get("rollout_log_probs", None) is None:
+    sampled = fetch("rollout_log_probs", "response_mask")
+    if sampled.get("rollout_log_probs", None) is None:
         without_log_probs()
         return original(self, batch, metrics)
     if session.active_config().skips_old_pass and not bypassed:
-        taken = old_log_probs.instead_v1(original, self, batch)
+        taken = old_log_probs.instead_v1(original, self, batch, sampled)
         if taken is not None:
             return taken
     result = original(self, batch, metrics)

@@ -151,27 +151,24 @@ def instead_v0(original: Callable[..., Any], trainer: Any, batch: Any) -> tuple[
     return DataProto.from_tensordict(result), float("nan")
 
 
-def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
+def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any, data: Any) -> Any:
     """Return the result of ``PPOTrainer._compute_old_log_prob`` without its pass; None if the pass must run.
 
     V1 keeps batches in the TransferQueue, as rows of different lengths tagged with the versions of the weights that sampled them.
-    Samples restored from a checkpoint can be older than the last sync.
+    Samples restored from a checkpoint can be older than the last sync. ``data`` has their rollout's log-probs and masks.
     """
     import torch
     import transfer_queue
     from tensordict import TensorDict
     from verl.workers.utils.padding import response_to_nested
 
-    def fetch(keys: list[str], *fields: str) -> Any:
-        return transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(fields))
-
     def recomputed(rows: list[int]) -> Any:
         keys = [batch.keys[row] for row in rows]
         original(trainer, batch.select_keys(keys), {})  # the metrics of a few samples are dropped
-        found = fetch(keys, "old_log_probs").to_padded_tensor()["old_log_probs"]
+        found = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["old_log_probs"])
+        found = found.to_padded_tensor()["old_log_probs"]
         return torch.nn.functional.pad(found, (0, mask.shape[1] - found.shape[1]))
 
-    data = fetch(batch.keys, "rollout_log_probs", "response_mask")
     rows = data["response_mask"]
     data = data.to_padded_tensor()
     rollout, mask = data.get("rollout_log_probs", None), data["response_mask"]

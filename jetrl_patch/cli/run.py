@@ -55,17 +55,16 @@ def prepare(target: str, is_module: bool) -> None:
 
 def _check_script(path: str) -> None:
     """Raise ConfigError unless the path is a program that Python can run."""
-    required, inside = "a Python program (a script, or -m MODULE)", "write `jetrl run --fp8-unified` before the program"
+    required = "a Python program (a script, or -m MODULE)"
+    fix = f"write `jetrl run --fp8-unified` before the program that {path} starts, in place of `python`"
     if not os.path.exists(path):
         if shutil.which(path):
-            fix = f"{inside} that {path} starts, in place of `python`"
             raise ConfigError(explain("jetrl run", required=required, found=f"the command {path}", fix=fix))
         raise ConfigError(explain("jetrl run", required=path, found="no such file", fix="give a script, or -m MODULE"))
     if os.path.isfile(path):
         with reading(path), open(path, "rb") as file:
             first = file.readline(200)
         if path.endswith(_SHELL) or (first.startswith(b"#!") and first.rstrip().endswith(b"sh")):
-            fix = f"{inside} that {path} starts, in place of `python`"
             raise ConfigError(explain("jetrl run", required=required, found=f"the shell script {path}", fix=fix))
 
 

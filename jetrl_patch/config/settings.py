@@ -73,6 +73,19 @@ class Config(Fields):
         return cls().replace(**{**environment.from_text(environment.read_fields(environ)), **overrides})
 
     @classmethod
+    def given(cls, config: object, overrides: Mapping[str, Any]) -> Config:
+        """The settings that a caller passes: ``config``, or those of the environment if it is None, with ``overrides``.
+
+        Raises ConfigError as ``from_env``, and if ``config`` is anything else.
+        """
+        if config is None:
+            return cls.from_env(**overrides)
+        if isinstance(config, cls):
+            return config.replace(**overrides)
+        required, fix = "a Config or single settings by name", "write for instance enable(precision='fp8-unified')"
+        raise ConfigError(explain("enable()", required=required, found=repr(config), fix=fix))
+
+    @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """The value of one setting from text, checked unless that involves another setting. Raises ConfigError."""
         if SETTINGS[name].joint:
