@@ -12,6 +12,7 @@ import pytest
 
 from jetrl_patch.config.environment import without_settings
 from tests.cpu_seconds import CpuSeconds
+from tests.pairs import mark_others_slow
 
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine may be slow
 hypothesis.settings.load_profile("house")
@@ -39,8 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CpuSeconds(config.option.cpu_seconds))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with real runs first, so that parallel workers finish at about the same time."""
+    mark_others_slow(items)
     long = {item.path for item in items if item.get_closest_marker("e2e")}
     items.sort(key=lambda item: item.path not in long)
 

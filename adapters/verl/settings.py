@@ -183,6 +183,17 @@ RULES: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
+#: what verl's V1 trainer lacks, and its V0 trainer has
+_V1_RULES = (
+    Rule(
+        "algorithm.adv_estimator",
+        lambda estimator: estimator == "remax",
+        "an estimator without a baseline of greedy samples, which verl's V1 trainer does not draw (it fails in its first step)",
+        "use verl's V0 trainer (trainer.use_v1=false)",
+        "all",
+    ),
+)
+
 _PATHS = {rule.path for rule in RULES}
 
 
@@ -200,7 +211,8 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     select = selector(verl_config)
     yield from number_problems(select)
     determinism = deterministic(config, *(f"{path}.fsdp_config.full_determinism" for path in (ACTOR, REF)))
-    yield from broken(RULES + determinism, select, config, named)
+    v1 = _V1_RULES if select("trainer.use_v1") else ()
+    yield from broken((*RULES, *determinism, *v1), select, config, named)
     yield from rollout.async_problems(select, config)
     yield from model_problems(select, config)
     yield from rollout.rank_problems(select, config)

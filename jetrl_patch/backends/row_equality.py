@@ -160,9 +160,10 @@ def compare_parts(
     batches: tuple[int, ...] = FUSED,
     longer: tuple[int, ...] = (),
 ) -> str:
-    """Compare products of the rollout's weight [N, K] of this ``shape`` and ``layout`` with those of the trainer's, in BF16.
+    """Compare products of the rollout's weight [N, K] of this ``shape`` and ``layout`` with those of the trainer's.
 
-    First, the trainer's products in the largest of ``batches`` are compared with those in ``longer`` batches.
+    First, the trainer's products in the largest of ``batches`` are compared with those in ``longer`` batches. Sums over ranks are
+    compared before and after rounding to BF16, which would hide another order of most of them.
     """
     K, most = shape[1] * layout.ranks, max(batches)
     generator = torch.Generator(device).manual_seed(sum(shape))
@@ -174,8 +175,12 @@ def compare_parts(
     for w_NK, part in zip(ws, layout.parts, strict=True):
         w, mine = backend.quantize_weight(w_NK, scale_format), slice(part.row0, part.row1)
         y_MN = backend.fprop(x_MK[:most], w, torch.bfloat16, layout.ranks)
+        if layout.ranks > 1:
+            sum_MN = backend.fprop(x_MK[:most], w, torch.float32, layout.ranks)
+            require_equal(y_MN, sum_MN.to(torch.bfloat16), f"values of a weight {[part.rows, K]} differ from their rounded sums")
+            y_MN = sum_MN
         for M in longer:
-            same = backend.fprop(x_MK[:M], w, torch.bfloat16, layout.ranks)[:most]
+            same = backend.fprop(x_MK[:M], w, y_MN.dtype, layout.ranks)[:most]
             where = f"values of a weight {[part.rows, K]} differ between M = {most} and M = {M}"
             require_equal(same, y_MN, where)
         expected.append(y_MN[:, mine])
@@ -193,10 +198,10 @@ def compare_parts(
 
 
 def _rollout(backend: Backend, x_MK: Tensor, w: Quantized, layout: Layout) -> Tensor:
-    """Y [M, N] BF16: one product, or the sum in rank order of the partial products over ranges of K."""
+    """Y [M, N]: one product in BF16, or the FP32 sum in rank order of the partial products over ranges of K."""
     if layout.ranks > 1:
         parts = (backend.fprop(x, own, torch.float32) for x, own in _ranks(x_MK, w, layout.ranks))
-        return functools.reduce(torch.add, parts).to(torch.bfloat16)
+        return functools.reduce(torch.add, parts)
     if backend.blocks and layout.in_blocks:
         w = replace(w, s_blocks=backend.block_scales(w.s))
     return backend.fprop(x_MK, w)

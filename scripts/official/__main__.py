@@ -59,9 +59,11 @@ def main() -> int:
         for mode in modes():
             for key, (number, values) in keys.open_keys(judged, mode).items():
                 print(f"  {mode}: unreviewed setting {key} of {number} accepted launches: {', '.join(values)[:120]}")
+    chosen = [(name, *found) for name, _, judged in sources for found in run.choose(judged)]
     runs = json.loads(RUNS.read_text()) if RUNS.exists() else []
+    runs = [row for row in runs if any((row["script"], row["mode"]) == (one.launch.script, mode) for _, one, mode in chosen)]
     if args.run is not None:
-        for release, one, mode in [(name, *found) for name, _, judged in sources for found in run.choose(judged)]:
+        for release, one, mode in chosen:
             if args.run in one.launch.script:
                 print(f"running {one.launch.script} in {mode} mode", flush=True)
                 row = {**run.run(one, mode, args.out.resolve()), "release": release}

@@ -20,7 +20,6 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import MODES
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError
-from jetrl_patch.patching.guards import installed_version
 from scripts.official import models
 from scripts.official.expand import Launch, without_place
 from scripts.official.renamed import translated
@@ -109,7 +108,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     try:
         settings = trainer.read(arguments, started.target)
     except JetrlError as error:
-        own = (Problem(_of_this_version(str(error), framework, workplace), f"{framework}'s own refusal"),)
+        own = (Problem(_own_refusal(str(error), framework, workplace), f"{framework}'s own refusal"),)
         try:
             settings = trainer.read([_forced(word) for word in arguments], started.target)
         except JetrlError:
@@ -153,9 +152,9 @@ def _forced(word: str) -> str:
     return f"++{found[1]}" if found else word
 
 
-def _of_this_version(message: str, framework: str, workplace: Path) -> str:
+def _own_refusal(message: str, framework: str, workplace: Path) -> str:
     short = message.split(" Config search path")[0].split(" To append to")[0].split(" Either remove")[0].rstrip(".")
-    return f"{framework} {installed_version(framework)} itself refuses it: {without_place(short, workplace)}."
+    return f"{framework} itself refuses it: {without_place(short, workplace)}."
 
 
 def _other_program(framework: str, target: str) -> str:

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from jetrl_patch._versions import SUPPORTED
+from jetrl_patch.patching.guards import installed_version
 from scripts.official import keys
 from scripts.official.expand import Expansion
 from scripts.official.judge import ASYNC, Judged, modes
@@ -95,9 +93,9 @@ def _summary(title: str, expansions: Sequence[Expansion], judged: Sequence[Judge
             "with `VERL_USE_UV=0`."
         )
     name, _, version = title.rpartition(" ")
-    accepted, installed = SUPPORTED.get(name.lower(), ("", ""))
-    if accepted and not SpecifierSet(accepted, prereleases=True).contains(version):
-        parts.append(f"The plugin accepts {name} {accepted}; these scripts of {version} are judged by {name} {installed}.")
+    installed = installed_version(name.lower()) if name else None
+    if installed and installed != version:
+        parts.append(f"{name} {installed}, the version that the plugin's tests install, judges them.")
     failed = [one for one in expansions if one.failure]
     if failed:
         parts.append(f"Did not finish: {'; '.join(f'`{_short(one.script)}` ({plain(one.failure)})' for one in failed)}.")

@@ -179,6 +179,12 @@ def test_attention_value_and_gradients(batched, monkeypatch):
         assert sqnr(ours.grad, theirs.grad) > 40
 
 
+def test_ranges_of_k_are_added_in_ascending_order():
+    """(2^24 + 1) - 2^24 is 0 in FP32, and 1 in the other order."""
+    w = torch.tensor([[2.0**24, 1.0, -(2.0**24)], [-(2.0**24), 1.0, 2.0**24]]).repeat_interleave(32, 1) / 32
+    assert ops.linear(torch.ones(3, 96, dtype=torch.bfloat16), w.bfloat16(), None, 3).tolist() == [[0.0, 1.0]] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "function", "oracle"),
     [

@@ -133,6 +133,7 @@ def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks):
     for start in range(0, 96 * ranks, 96):
         part = b.fprop(x[:, start : start + 96].contiguous(), wq.columns(start, start + 96), torch.float32)
         total = part if total is None else total + part
+    assert torch.equal(b.fprop(x, wq, torch.float32, splits=ranks), total)
     assert torch.equal(b.fprop(x, wq, splits=ranks), total.to(BF16))
     with pytest.raises(ValueError, match="without cutting a block of 32"):
         b.fprop(x, wq, splits=6 * ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -52,6 +54,18 @@ class Rounding(type(get_backend("torch"))):
         return y.to(torch.bfloat16).to(out_dtype)
 
 
+class Backwards(type(get_backend("torch"))):
+    """Adds the ranges of K in the other order, which rounding to BF16 nearly always hides."""
+
+    name = "backwards"
+
+    def gemm(self, x, w, out_dtype, splits=1):
+        step, gemm = x.shape[1] // splits, super().gemm
+        ends = range(x.shape[1], 0, -step)
+        parts = (gemm(x.columns(k - step, k), w.columns(k - step, k), torch.float32) for k in ends)
+        return functools.reduce(torch.add, parts).to(out_dtype)
+
+
 @pytest.fixture
 def use(monkeypatch):
     def make(library):
@@ -83,6 +97,7 @@ def test_a_slice_that_starts_inside_a_block_is_multiplied_by_rows(use):
     [
         (ByN, "qkv", r"values at M = 1 differ between rows 0 to 128 of a weight \[128, 256\] and the same rows in one of \[1152"),
         (ByN, "slice in blocks", r"rows 256 to 512 of a weight \[512, 128\]"),
+        (Backwards, "down of 4", r"values at M = 1 differ between rows 0 to 96 of a weight"),
         (Rounding, "down of 4", r"a weight \[96, 1024\] and the same rows in one of \[96, 256\] on 4 ranks"),
     ],
 )

@@ -1,7 +1,4 @@
-"""The Triton backend in the interpreter: a layer, its gradients at once, the trials of rows, and held weights.
-
-``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The Triton backend in the interpreter: a layer, its gradients at once, the trials of rows, and held weights."""
 
 from __future__ import annotations
 

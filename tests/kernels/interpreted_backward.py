@@ -1,7 +1,4 @@
-"""The backward kernels of SiLU * up and RMSNorm in the interpreter: against FP64, and the bytes that they move.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The backward kernels of SiLU * up and RMSNorm in the interpreter: against FP64, and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -65,6 +62,7 @@ def test_gradients_of_silu_at_every_gate():
         assert torch.equal(ours[~finite].isnan(), torchs[~finite].isnan())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(1, 1), (130, 140), (300, 260)])
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 @pytest.mark.parametrize("bad", [None, float("nan")])

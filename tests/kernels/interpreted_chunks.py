@@ -1,7 +1,4 @@
-"""Attention whose contexts are shared among programs, in the interpreter: bit-equal to one program, and so to training.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""Attention whose contexts are shared among programs, in the interpreter: bit-equal to one program, and so to training."""
 
 from __future__ import annotations
 

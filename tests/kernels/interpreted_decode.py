@@ -1,7 +1,4 @@
-"""FProp of a few rows in one launch: bit-equal to the quantizer followed by the product.
-
-``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""FProp of a few rows in one launch: bit-equal to the quantizer followed by the product."""
 
 from __future__ import annotations
 
@@ -38,6 +35,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), nan) and torch.equal(a[~nan].view(kind), b[~nan].view(kind))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("kind", ["wide", "not finite"])

@@ -1,7 +1,4 @@
-"""Gated delta nets in Triton's interpreter: the tests of the C kernels, the trial of an engine, and norms with 1 + weight.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""Gated delta nets in Triton's interpreter: the tests of the C kernels, the trial of an engine, and norms with 1 + weight."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The Triton digest in the interpreter, bit for bit against the formula.
-
-``test_digest.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The Triton digest in the interpreter, bit for bit against the formula."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The exact ops' kernels in the interpreter: a row against itself in other batches, and values against FP64.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The exact ops' kernels in the interpreter: a row against itself in other batches, and values against FP64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The experts of a layer on a GPU, in the interpreter: against the loop over experts, FP64, and the parts of a rollout's ranks.
-
-``test_grouped.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The experts of a layer on a GPU, in the interpreter: against a loop over experts, FP64, and the parts of a rollout's ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fused norms and activations in a model: only the number of quantizations changes.
-
-``test_fused.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""Fused norms and activations in a model: only the number of quantizations changes."""
 
 from __future__ import annotations
 
@@ -85,7 +82,11 @@ def run(model):
 
 @pytest.mark.parametrize(
     ("family", "scale_format", "options"),
-    [("qwen2", "fp32", {}), ("qwen3", "pow2", {"layers": 2}), ("llama", "pow2", {"intermediate_size": 200, "mlp_bias": True})],
+    [
+        ("qwen2", "fp32", {}),
+        pytest.param("qwen3", "pow2", {"layers": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", "pow2", {"intermediate_size": 200, "mlp_bias": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_and_gradients_are_the_same(family, scale_format, options, quantized, both):
     plain, ours, names = models(family, scale_format, **options)
@@ -103,6 +104,7 @@ def test_outputs_and_gradients_are_the_same(family, scale_format, options, quant
         assert grad is not None and torch.equal(grads[name], grad), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exact", "around"),
     [(False, "nothing"), (True, "nothing"), (False, "checkpointing"), (True, "checkpointing"), (True, "a wrapper that loses it")],
@@ -217,6 +219,7 @@ def test_exact_mode_fuses_norms_and_activations(quantized, monkeypatch):
         assert torch.equal(found, out) and all(torch.equal(grads[name], grad) for name, grad in expected.items())
 
 
+@pytest.mark.slow
 def test_near_what_transformers_computes():
     plain = build("qwen3", num_hidden_layers=1).train()
     swap_linears(plain, backend="triton")
@@ -227,6 +230,7 @@ def test_near_what_transformers_computes():
     assert sqnr(grads_b["model.layers.0.input_layernorm.weight"], grads_a["model.layers.0.input_layernorm.weight"]) > 15
 
 
+@pytest.mark.slow
 def test_checkpointing_and_no_grad_change_nothing():
     _, ours, _ = models("qwen3")
     out, grads = run(ours)

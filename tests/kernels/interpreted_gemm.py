@@ -1,7 +1,4 @@
-"""The Triton GEMMs in the interpreter, against the FP64 reference and against themselves in other batches.
-
-``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The Triton GEMMs in the interpreter, against the FP64 reference and against themselves in other batches."""
 
 from __future__ import annotations
 
@@ -36,6 +33,7 @@ def operands(M, N, K, scale_format="pow2"):
     return q_MK, s_MG, q_NK, quantize.expand_weight_scale(s_blocks, N)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("wide", [False, True])
@@ -50,6 +48,7 @@ def test_fprop_against_the_oracle(shape, scale_format, wide, monkeypatch):
     assert torch.equal(unrounded.to(torch.bfloat16), y)  # one rounding, to the nearest
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [*SHAPES, (9, 130, 512)])
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("wide", [False, True])
@@ -104,6 +103,7 @@ def test_splits_equal_what_tensor_parallel_ranks_add(ranks, scale_format):
         part = fprop(x[:, k].contiguous(), s[:, g].contiguous(), w[:, k].contiguous(), rows[:, g].contiguous(), torch.float32)
         total = part if total is None else total + part
     y = fprop(x, s, w, rows, splits=ranks)
+    assert torch.equal(fprop(x, s, w, rows, torch.float32, ranks), total)  # BF16 would hide another order
     assert torch.equal(y, total.to(torch.bfloat16))
     assert not torch.equal(fprop(x, s, w, rows, torch.float32), total)  # the order of addition does show
     assert (y == quantize.fprop(x, s, w, rows, torch.bfloat16, ranks)).float().mean() >= KERNEL_EQUALS_ORACLE
@@ -173,6 +173,7 @@ def test_the_rounding_is_that_of_torch():
     assert torch.equal(y[keep].view(torch.int16), x[keep].to(torch.bfloat16).view(torch.int16))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1000), (260, 130, 257)])
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,7 +1,4 @@
-"""The grouped products of a mixture's experts in the interpreter: against the dense products and FP64.
-
-``test_grouped.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The grouped products of a mixture's experts in the interpreter: against the dense products and FP64."""
 
 from __future__ import annotations
 

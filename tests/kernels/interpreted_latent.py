@@ -1,7 +1,4 @@
-"""Latent attention in Triton's interpreter: the tests of the C kernels, at the widths of DeepSeek-V3 too, and shared contexts.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""Latent attention in Triton's interpreter: the tests of the C kernels, at the widths of DeepSeek-V3 too, and shared contexts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The gradient of log-probs by one kernel, in the interpreter: against FP64, and the bytes that it moves.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The gradient of log-probs by one kernel, in the interpreter: against FP64, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -53,6 +50,7 @@ def near(found, exact):
     return bool(sqnr(found, exact) > SQNR_KERNEL_FP32)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (7, 2500), (33, LOGPROB_COLUMNS), (2, 5000)], ids=str)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

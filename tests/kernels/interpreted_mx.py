@@ -1,6 +1,5 @@
 """FProp in MXFP8 in the interpreter, against the FP64 reference and against itself in other batches.
 
-``test_mx.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 The dot is computed in FP64 here, because numpy's FP32 product depends on a row's position in the tile.
 """
 
@@ -52,11 +51,12 @@ def test_rows_and_splits():
     assert compare_rows(get_backend("mx"), (96, 192), "cpu", "mxfp8", trained=140).ok
     found = compare_parts(get_backend("mx"), (96, 96), layout, "cpu", "mxfp8", (1, 7, 130))
     assert found.ok, found
-    x, w = operands(9, 40, 192)
+    x, w = operands(9, 40, 288)
     b = get_backend("mx")
     wq = b.quantize_weight(w, "mxfp8")
-    parts = [b.fprop(x[:, k : k + 96].contiguous(), wq.columns(k, k + 96), torch.float32) for k in (0, 96)]
-    assert torch.equal(b.fprop(x, wq, torch.float32, 2), parts[0] + parts[1])
+    first, second, third = (b.fprop(x[:, k : k + 96].contiguous(), wq.columns(k, k + 96), torch.float32) for k in (0, 96, 192))
+    assert torch.equal(b.fprop(x, wq, torch.float32, 3), (first + second) + third)
+    assert not torch.equal((first + second) + third, (third + second) + first)
 
 
 def test_a_scale_that_is_not_finite_stays_visible():

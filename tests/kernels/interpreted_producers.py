@@ -1,7 +1,4 @@
-"""The fused producers in the interpreter: byte-equal to the exact operation followed by the quantizer.
-
-``test_quantize.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The fused producers in the interpreter: byte-equal to the exact operation followed by the quantizer."""
 
 from __future__ import annotations
 
@@ -62,6 +59,7 @@ def test_only_two_gates_lie_near_a_boundary():
     assert near == {24: [5.9375, -0.00390625], 26: []}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (130, 140)])
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
@@ -89,6 +87,7 @@ def test_large_tiles_of_silu_give_the_same_bits(monkeypatch):
     check(*producers.silu_mul_quantize_rows(gate, up, "fp32")[:2], *few)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (40, 300), (3, 1000)])
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
@@ -112,6 +111,7 @@ def test_rmsnorm_equals_two_steps(shape, scale_format, bad):
     check(alone.q_MK, alone.s_MG, made.q_MK, made.s_MG)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (3, 1000), (2, 2048)])
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])

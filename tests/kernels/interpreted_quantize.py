@@ -1,7 +1,4 @@
-"""The Triton quantizers in the interpreter, bit for bit against ``backends.quantize``.
-
-``test_quantize.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""The Triton quantizers in the interpreter, bit for bit against ``backends.quantize``."""
 
 from __future__ import annotations
 
@@ -64,6 +61,7 @@ def check(q: torch.Tensor, s: torch.Tensor, expected_q: torch.Tensor, expected_s
     assert torch.equal(s.isnan(), nan) and torch.equal(s[~nan], expected_s[~nan])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("kind", DATA)
@@ -116,6 +114,7 @@ def test_weights_are_quantized_from_their_bf16_value(scale_format):
     check(*kernels.quantize_weight(master, scale_format), *reference.quantize_weight(master, scale_format))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("kind", ["normal", "wide", "subnormal", "every", "not finite"])

@@ -1,7 +1,4 @@
-"""Queries and keys rotated by one kernel, in the interpreter: the bits of Hugging Face's functions, and gradients against FP64.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""Queries and keys rotated by one kernel, in the interpreter: Hugging Face's bits, and gradients against FP64."""
 
 from __future__ import annotations
 
@@ -79,6 +76,7 @@ def same(found, expected):
     return all(f.dtype == e.dtype and f.shape == e.shape and torch.equal(bits(f), bits(e)) for f, e in pairs)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", SIZES + PARTS, ids=str)
 @pytest.mark.parametrize("layout", ["by token", "by head", "fused", "turned"])
 @pytest.mark.parametrize(("dtype", "table"), [(BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)], ids=str)
@@ -104,6 +102,7 @@ def gradients(function, given, grads):
     return torch.autograd.grad(function(q, k, *rest), (q, k), grads)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", SIZES + PARTS, ids=str)
 @pytest.mark.parametrize("layout", ["by token", "by head", "fused", "turned"])
 @pytest.mark.parametrize(("dtype", "table"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)], ids=str)
@@ -219,7 +218,7 @@ def test_a_compiled_model_computes_as_before(models, graphs):
     assert torch.equal(found(**given)[0], ours.model.layers[0].self_attn(**given)[0])
 
 
-@pytest.fixture(params=["qwen3", "llama", "glm4_moe", "smollm3"])
+@pytest.fixture(params=["qwen3", "glm4_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "smollm3"))])
 def models(request, monkeypatch):
     """A model as it is, and rotated by the kernel."""
     plain = build(request.param).to(BF16)

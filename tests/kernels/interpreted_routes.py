@@ -1,7 +1,4 @@
-"""Which experts a token has, in the interpreter: the routes, the plan of a batch, and the weighted sum that follows it.
-
-``test_grouped.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""Which experts a token has, in the interpreter: the routes, the plan of a batch, and the weighted sum that follows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A whole model in exact mode on a GPU's code path, in the interpreter: the host waits for nothing in a step.
-
-``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
-"""
+"""A whole model in exact mode on a GPU's code path, in the interpreter: the host waits for nothing in a step."""
 
 from __future__ import annotations
 
@@ -24,14 +21,16 @@ LENGTHS = (5, 1, 9)
 IDS = torch.arange(2, 2 + sum(LENGTHS))[None]
 
 
-#: a block of each kind; delta nets and latent attention with few small heads
+#: a block of each kind, as small as the interpreter needs it; delta nets and latent attention with few small heads
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
 MODELS = {
-    "qwen3": {"num_hidden_layers": 1},
+    "qwen3": {**SMALL, "num_hidden_layers": 1},
     "qwen3_next": {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1,
+        **SMALL, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1,
         "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
-    "deepseek_v3": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 64},
+    "deepseek_v3": {**SMALL, "num_hidden_layers": 1, "kv_lora_rank": 64},
 }  # fmt: skip
 
 

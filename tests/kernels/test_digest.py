@@ -1,12 +1,8 @@
-"""The Triton digest: results in the interpreter (in its own process), and the code compiled for Hopper."""
+"""The Triton digest, compiled for Hopper."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,15 +10,6 @@ pytest.importorskip("triton")
 
 from . import specs_rows
 from .aot import Spec, compile_one
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_in_the_interpreter():
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_digest.py"]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("spec", specs_rows.DIGEST, ids=lambda spec: spec.name)

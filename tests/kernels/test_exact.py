@@ -1,13 +1,9 @@
-"""The exact ops' kernels: results in the interpreter (in its own process), and the code compiled for Hopper."""
+"""The exact ops' kernels, compiled for Hopper."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ from . import specs_attention, specs_rows
 from .aot import Spec, compile_one, inner_loop, loops
 from .specs import specs
 
-ROOT = Path(__file__).resolve().parents[2]
 SPECS = [
     *specs_attention.ATTENTION_ALL, *specs_attention.CHUNKS, *specs_attention.ATTENTION_BACKWARD, *specs_attention.DELTA_NET,
     *specs_rows.ELEMENTWISE_ALL, *specs_rows.HEAD_ALL, *specs_attention.LATENT, *specs_rows.NORM, *specs_rows.NORM_BACKWARD,
@@ -108,23 +103,6 @@ SHARED = {
     **dict.fromkeys((f"latent_{kind}" for kind in ("varlen", "paged", "split", "dq", "dkeys")), 184 << 10),
     **dict.fromkeys((f"attention_{kind}_256" for kind in ("paged", "split", "varlen", "fp8", "dkdv")), 97 << 10),
 }
-
-
-@pytest.mark.parametrize(
-    ("file", "which"),
-    [
-        *(
-            (f"interpreted_{part}", "not slow")
-            for part in ("exact", "chunks", "backward", "delta", "latent", "rotary", "logprob", "whole")
-        ),
-        pytest.param("interpreted_chunks", "slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-    ],
-)
-def test_in_the_interpreter(file: str, which: str):
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, f"tests/kernels/{file}.py"]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
 def products(ptx: str) -> Counter[str]:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,25 +20,7 @@ from jetrl_patch.models.families import FAMILIES
 
 from ..models import build, config_of
 
-ROOT = Path(__file__).resolve().parents[2]
 LINEAR = Config(precision="fp8-unified", align="linear").resolved()
-
-
-def in_the_interpreter(*arguments: str) -> None:
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    file = "tests/kernels/interpreted_fused.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
-
-
-def test_one_model_in_the_interpreter():
-    in_the_interpreter("-k", "qwen2 or in_place or does_not_take or exact_mode or changed or nobody or only_layers")
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    in_the_interpreter()
 
 
 def test_who_decides():

@@ -1,13 +1,9 @@
-"""The Triton GEMMs: results in the interpreter (in its own process), and the code compiled for Hopper."""
+"""The Triton GEMMs, compiled for Hopper."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from .aot import Spec, compile_one, inner_loop
 from .specs import specs
 
 FP8 = torch.float8_e4m3fn
-ROOT = Path(__file__).resolve().parents[2]
 #: registers of an SM, and maximum shared memory per block, on compute capability 9.0
 REGISTERS, SHARED = 65536, 227 * 1024
 #: maximum bytes of spilled registers per thread, 0 by default. A wide tile's sum, its block's product and the BF16 rows to
@@ -53,15 +48,6 @@ if "sched4reg" not in common.COMPILER:  # scales per row are copied one by one
     LOOPS |= {f"decode_64x32_{out}_pow2": (690, 16) for out in ("bf16", "fp32")}
     LOOPS |= {f"decode_64x32_{out}_fp32": (1620, 16) for out in ("bf16", "fp32")}
     LOOPS |= {name: (320, 18) for name in LOOPS if "wgrad" in name}
-
-
-@pytest.mark.parametrize("files", ["gemm backend", "decode"])
-def test_in_the_interpreter(files: str):
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    paths = [f"tests/kernels/interpreted_{file}.py" for file in files.split()]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
 def programs_per_sm(spec: Spec) -> int:

@@ -1,12 +1,8 @@
-"""The kernels of a mixture's experts: results in the interpreter (in its own process), and the code compiled for Hopper."""
+"""The kernels of a mixture's experts, compiled for Hopper."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from . import specs_gemm, specs_rows
 from .aot import Spec, compile_one, inner_loop
 from .specs import specs
 
-ROOT = Path(__file__).resolve().parents[2]
 #: kernels without a product
 SPECS = [
     *specs_rows.PLAN,
@@ -29,20 +24,6 @@ SPECS = [
 ]
 #: maximum instructions that a warp runs per block of 128, and asynchronous copies of rows and scales among them
 LOOPS = {"grouped_gate_up_bf16": (260, 12), "grouped_down_fp32": (260, 12), "grouped_gate_up_dgrad_fp32": (280, 12)}
-
-
-@pytest.mark.parametrize(
-    ("file", "which"),
-    [
-        *((file, "not slow") for file in ("interpreted_grouped", "interpreted_routes", "interpreted_experts")),
-        pytest.param("interpreted_experts", "slow", marks=pytest.mark.slow),
-    ],
-)
-def test_in_the_interpreter(file: str, which: str):
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, f"tests/kernels/{file}.py"]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

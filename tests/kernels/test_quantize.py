@@ -1,8 +1,7 @@
-"""The Triton quantizers: results in the interpreter (in separate processes), and the code compiled for Hopper."""
+"""The Triton quantizers, compiled for Hopper."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -50,14 +49,6 @@ if "sched4reg" not in COMPILER:  # what older versions of triton need more, seen
     LIMITS |= {f"quantize_weight_{dtype}_transposed": (112, 32768, 16) for dtype in ("bf16", "fp32")}
 #: instructions that would change bits: quotients and roots without correct rounding, subnormals flushed to zero
 INEXACT = re.compile(r"\b(?:div\.full|div\.approx|rcp\.approx|sqrt\.approx|rsqrt|ex2|lg2|tanh)\S*|\S+\.ftz\S*")
-
-
-@pytest.mark.parametrize("file", ["interpreted_quantize", "interpreted_producers"])
-def test_in_the_interpreter(file: str):
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jetrl_patch.patching.guards import installed_version
 from scripts.official import keys, page
 from scripts.official.expand import Expansion, Launch
 from scripts.official.judge import ASYNC, Judged, Problem, modes
@@ -60,9 +61,10 @@ def test_counts_and_their_sums(text):
     assert new[:2] == ["unknown model", "1"] and whole[:3] == ["all", "5", "3"]
 
 
-def test_scripts_of_a_release_that_the_guard_refuses_are_named(text):
-    assert "The plugin accepts verl >=0.9,<0.10; these scripts of 1.0 are judged by verl 0.9" in text
-    assert "The plugin accepts" not in page.write([("verl 0.9.0", [], ALL), ("folder", [], ALL)])
+def test_scripts_of_another_release_than_the_installed_one_are_named_once(text):
+    installed = installed_version("verl")
+    assert text.count(f"verl {installed}, the version that the plugin's tests install, judges them.") == 1
+    assert "judges them" not in page.write([(f"verl {installed}", [], ALL), ("folder", [], ALL)])
 
 
 def test_what_stands_alone(text):

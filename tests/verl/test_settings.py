@@ -89,6 +89,7 @@ REFUSED = [
     (f"{R}.temperature=0", "temperature", BF16),
     (f"{R}.temperature=0.009", "temperature", BF16),
     (f"{R}.logprobs_mode=raw_logprobs", "logprobs_mode", BF16),
+    ("algorithm.adv_estimator=remax", "adv_estimator", BF16),
 ]
 
 
@@ -102,10 +103,10 @@ def test_what_cannot_be_kept_is_refused_by_name(base, override, path, config):
 @pytest.mark.parametrize(
     "override",
     [f"{R}.layered_summon=True", "reward.reward_model.enable=True", "distillation.enabled=True", f"{M}.use_fused_kernels=True",
-     "actor_rollout_ref.actor.use_prefix_grouper=True"],
+     "actor_rollout_ref.actor.use_prefix_grouper=True", "algorithm.adv_estimator=remax trainer.use_v1=False"],
 )
 def test_what_stands_beside_is_accepted(base, override, config):
-    settings.check(base(override), config)
+    settings.check(base(*override.split()), config)
 
 
 WRONG = [
