@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 from jetrl_patch.measure.pictures import Picture, noise, place_pictures
 from jetrl_patch.models import families
-from tests import models
+from tests import forks, models
 
 #: torchvision and what verl needs for images, which `make vision` installs; not in the environment of all tests
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,8 +222,8 @@ def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
         _as_on_the_hub(path / "model.safetensors")
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(path)
     if VISION.is_dir():
-        command = [sys.executable, "-m", "tests.vision_models", str(path), family]
-        subprocess.run(command, check=True, env={**os.environ, **environ()})
+        done = forks.run(__file__, str(path), family, environ=environ())
+        assert done.returncode == 0, done.stderr
     else:
         tokenizer(family).save_pretrained(path)
     return str(path)

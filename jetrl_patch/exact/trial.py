@@ -72,7 +72,7 @@ class _Trial:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.device).to(torch.bfloat16)
 
-    def integers(self, values: list[int]) -> Tensor:
+    def integers(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def rows(self, call: Callable[[slice], Tensor], total: int) -> str:
@@ -179,28 +179,25 @@ class _Trial:
         self, k: Tensor, v: Tensor, lengths: tuple[int, ...]
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, Tensor]:
         """A paged cache, its scales if it is FP8, and its table: sequences in blocks in random order, NaN in unwritten slots."""
-        page, begin = self.page, 0
+        page = self.page
         needs = [-(-n // page) for n in lengths]
-        order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
-        table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
-        slots = []
-        for r, need in enumerate(needs):
-            mine = table[r, :need] = torch.tensor(order[begin : begin + need], dtype=torch.int32)
-            begin, place = begin + need, torch.arange(lengths[r])
-            slots.append(mine[place // page].long() * page + place % page)
-        written = torch.cat(slots).to(k.device)
+        blocks = iter(torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist())
+        rows = [list(itertools.islice(blocks, need)) for need in needs]
+        table = self.integers([row + [0] * (max(needs) - len(row)) for row in rows])
+        slots = [row[t // page] * page + t % page for row, n in zip(rows, lengths, strict=True) for t in range(n)]
+        written = torch.tensor(slots, device=k.device)
         if self.fp8:
             size = page * k.shape[1] * (2 * k.shape[2] + 8)
             raw = torch.full((sum(needs), size), 0xFF, dtype=torch.uint8, device=k.device)  # NaN as e4m3 and as FP32
             pages = kv_cache.Pages.of(raw, *k.shape[1:])
             pages.store(k, v, written)
-            return pages[:2], pages[2:], table.to(k.device)
+            return pages[:2], pages[2:], table
         caches = torch.full((2, sum(needs) * page, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
         caches[0, written], caches[1, written, :, : v.shape[2]] = k, v
         k_cache, v_cache = caches.unflatten(1, (-1, page))
         if self.sizes.latent:
             v_cache = k_cache[..., : self.sizes.latent]
-        return (k_cache, v_cache), None, table.to(k.device)
+        return (k_cache, v_cache), None, table
 
 
     def delta_net(self, shape: delta_net.Sizes) -> str:

@@ -126,11 +126,17 @@ def test_without_deep_gemm_no_engine_uses_it(tmp_path, monkeypatch, words, backe
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
-def test_the_dry_run(tmp_path):
+@pytest.mark.parametrize(
+    "parts",
+    [[part for part in PARTS if part.name != "loop"], pytest.param(PARTS, marks=pytest.mark.slow)],
+    ids=["without runs of verl", "all"],
+)
+def test_the_dry_run(tmp_path, parts):
     """Every part runs its own code on this CPU, with real vLLM and verl."""
-    run = start("--dry", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"))
+    chosen = [word for part in parts for word in ("--part", part.letter)]
+    run = start("--dry", *chosen, "--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"))
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    for part in PARTS:
+    for part in parts:
         found = record.load(tmp_path / "out", part)
         assert found["dry"] and record.state(found) == "done", part.name
         assert all(found["rows"].values()), part.name

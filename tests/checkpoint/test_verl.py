@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +17,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.trainer import record
 from tests.checkpoint.exported import Lines, tensors
+from tests.forks import facts
 from tests.models import save
 
 SCRIPT = Path(__file__).with_name("verl_script.py")
@@ -41,16 +39,9 @@ def model_dir(tmp_path_factory):
     ],
 )
 def test_a_resumed_engine_does_the_next_steps_bit_for_bit(strategy, ranks, states, model_dir, tmp_path):
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environ = {**os.environ, **quiet, "PYTHONPATH": str(SCRIPT.parents[2])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
-    done = subprocess.run(
-        [*command, strategy, model_dir, str(tmp_path), states], env=environ, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    facts = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("FACTS ")).removeprefix("FACTS "))
-    assert facts["class"] == {"fp32": "AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}[states]
-    share = facts["kept"] / facts["fp32"]
+    found = facts(SCRIPT, ranks, strategy, model_dir, str(tmp_path), states)
+    assert found["class"] == {"fp32": "AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}[states]
+    share = found["kept"] / found["fp32"]
     assert share == 1 if states == "fp32" else 0.25 < share < 0.30
     settings = json.loads((tmp_path / record.FILE).read_text())["settings"]
     assert (settings["precision"], settings["align"], settings["optimizer_states"]) == ("fp8-unified", "exact", states)

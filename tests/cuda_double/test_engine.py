@@ -17,16 +17,33 @@ from tests.cuda_double.compiled import CASES, HERE, check, run_engines
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-#: the first test runs all cases
+#: the first test runs all cases of its kind
 pytestmark = pytest.mark.timeout(1800)
+#: these differ from the others in one setting, which another of those has too
+SLOW = ("exact, mixture", "exact, two ranks", "linear")
+
+
+def run(library: Path, *names: str) -> dict[str, dict[str, Any]]:
+    """These cases, in processes that are forked from one."""
+    return run_engines(library, HERE / "operators.json", {name: CASES[name] for name in names})
 
 
 @pytest.fixture(scope="module")
-def found(library: Path) -> dict[str, dict[str, Any]]:
-    """All cases, in processes that are forked from one."""
-    return run_engines(library, HERE / "operators.json", CASES)
+def quick(library: Path) -> dict[str, dict[str, Any]]:
+    return run(library, *(name for name in CASES if name not in SLOW))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_engine(found: dict[str, dict[str, Any]], name: str) -> None:
-    check(name, found[name])
+@pytest.fixture(scope="module")
+def slow(library: Path) -> dict[str, dict[str, Any]]:
+    return run(library, *SLOW)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW])
+def test_an_engine(quick: dict[str, dict[str, Any]], name: str) -> None:
+    check(name, quick[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_an_engine_with_less(slow: dict[str, dict[str, Any]], name: str) -> None:
+    check(name, slow[name])

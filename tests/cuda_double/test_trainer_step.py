@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 HERE = Path(__file__).resolve().parent
 pytest.importorskip("triton")
@@ -18,9 +17,9 @@ COMMON = {"rms_norm_kernel", "rms_norm_backward_kernel", "weight_kernel", "rows_
 
 def run(script: str, library: Path, *words: str) -> str:
     """The last line that a script of this folder prints."""
-    words = (sys.executable, "-m", f"tests.cuda_double.{script}", str(library), *words)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
+    imports = ("tests.cuda_double.loaded", *forks.LIBRARIES)
+    environ = {"TRITON_INTERPRET": "0", "CUDA_DOUBLE": str(library)}
+    done = forks.run(HERE / f"{script}.py", str(library), *words, imports=imports, environ=environ)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout.splitlines()[-1]
 

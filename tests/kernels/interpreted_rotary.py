@@ -221,7 +221,7 @@ def test_a_compiled_model_computes_as_before(models, graphs):
 @pytest.fixture(params=["qwen3", "glm4_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "smollm3"))])
 def models(request, monkeypatch):
     """A model as it is, and rotated by the kernel."""
-    plain = build(request.param).to(BF16)
+    plain = build(request.param, num_hidden_layers=2).to(BF16)
     ours = copy.deepcopy(plain)
     assert adapter.rotate_together(ours, "native", "cpu") == []
     monkeypatch.setattr(producers, "available", lambda backend, device_type: True)

@@ -113,6 +113,7 @@ def test_zero2_on_two_ranks_with_tensor_parallel_rollout(task):
     assert_exact(finish(Run(task, "--vllm.tensor_parallel_size", "2", environ=UNIFIED, actors=2)))
 
 
+@pytest.mark.slow
 def test_colocated(task):
     """Weights go through the memory of the device, without a process group of trainer and engines."""
     assert_exact(finish(Run(task, "--train.colocate_all", environ=UNIFIED)))

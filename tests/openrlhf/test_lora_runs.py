@@ -28,7 +28,8 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_zero2_trains_and_saves_the_adapters(task):
-    assert_exact(finish(Run(task, *LORA, "--actor.gradient_checkpointing_enable", environ=UNIFIED, steps=3), 3))
+    extra = ["--actor.gradient_checkpointing_enable", "--train.colocate_all"]
+    assert_exact(finish(Run(task, *LORA, *extra, environ=UNIFIED, steps=3), 3))
     saved = adapter(task)
     assert len(saved) == 2 * 21 and all("lora_" in name for name in saved)
     assert all(bool(tensor.any()) for tensor in saved.values())  # B starts at zero

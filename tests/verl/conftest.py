@@ -25,19 +25,14 @@ def exact_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """``base(*overrides)``: verl's configuration for a small dense model."""
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
     from tests.models import config_of
+    from tests.verl.composed import composer
 
     path, rollout = tmp_path_factory.mktemp("model"), "actor_rollout_ref.rollout"
     config_of("qwen3").save_pretrained(path)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield lambda *extra: compose(
-            "ppo_trainer",
-            [
-                f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *extra,
-            ],
-        )  # fmt: skip
+    own = [
+        f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ]  # fmt: skip
+    with composer(own) as make:
+        yield make

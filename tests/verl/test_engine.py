@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import facts
 from tests.models import save
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
@@ -25,17 +22,6 @@ def tied_dir(tmp_path_factory):
     return save(tmp_path_factory.mktemp("models") / "tied", "llama", steps=0, tie_word_embeddings=True)
 
 
-def facts(strategy: str, ranks: int, model_dir: str, *more: str) -> dict:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), strategy, model_dir, *more], env=environ, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
-    return json.loads(line.removeprefix("FACTS "))
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
@@ -47,7 +33,7 @@ def facts(strategy: str, ranks: int, model_dir: str, *more: str) -> dict:
     ],
 )
 def test_streams_the_bytes_of_a_direct_quantization(strategy, ranks, model_dir):
-    found = facts(strategy, ranks, model_dir)
+    found = facts(SCRIPT, ranks, strategy, model_dir)
     assert found["layers"] == 21
     assert found["tensors"] == len(found["digests"]) and found["gathered"] == [0, 0]
 
@@ -57,12 +43,12 @@ def test_streams_the_bytes_of_a_direct_quantization(strategy, ranks, model_dir):
 @pytest.mark.parametrize(("ranks", "gathered"), [(1, 0), (2, 15)])
 def test_the_fp8_all_gather_changes_no_byte(ranks, gathered, model_dir):
     """One rank has nothing to gather. On two, k and v stay in BF16, because sharding would cut their 128 rows."""
-    found = facts("fsdp2", ranks, model_dir, "gather")
+    found = facts(SCRIPT, ranks, "fsdp2", model_dir, "gather")
     assert found.pop("gathered") == [gathered, gathered]
-    expected = facts("fsdp2", ranks, model_dir)
+    expected = facts(SCRIPT, ranks, "fsdp2", model_dir)
     assert found == {name: value for name, value in expected.items() if name != "gathered"}
 
 
 @pytest.mark.e2e
 def test_tied_embeddings(tied_dir):
-    assert "lm_head.weight" in facts("fsdp2", 1, tied_dir)["digests"]
+    assert "lm_head.weight" in facts(SCRIPT, 1, "fsdp2", tied_dir)["digests"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.models import save
 
 SCRIPT = Path(__file__).with_name("fp16_engine_script.py")
@@ -21,8 +19,6 @@ SCRIPT = Path(__file__).with_name("fp16_engine_script.py")
 )
 def test_the_loss_scale_and_the_stream(strategy, ranks, tmp_path):
     model = save(tmp_path / "qwen3", "qwen3", steps=0)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*command, str(SCRIPT), strategy, str(model)], env=environ, capture_output=True, text=True, timeout=500)
+    done = forks.run(SCRIPT, strategy, str(model), ranks=ranks)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "FACTS fine" in done.stdout

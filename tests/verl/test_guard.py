@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import facts
 from tests.monitor.ill import ACTIVATION_ILL, FLOOR, MLP, WEIGHT_ILL, make_ill
 from tests.verl.run_verl import A, Run, assert_identity, make_task
 
@@ -47,14 +44,7 @@ def assert_guarded(run: Run, found: list[dict[str, float]]) -> None:
 def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
     """Engines only, under torchrun, without Ray and vLLM."""
     script = Path(__file__).with_name("guard_script.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [*command, strategy, str(ill_task / "model")], env=environ, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
-    one, other = json.loads(line.removeprefix("FACTS "))
+    one, other = facts(script, 2, strategy, str(ill_task / "model"))
     assert one == other, "decisions, figures and lines are those of all ranks"
     gate_up = [f"{MLP}.gate_proj", WEIGHT_ILL]
     assert [sync["guarded"] for sync in one] == [gate_up, [ACTIVATION_ILL, *gate_up], [ACTIVATION_ILL, *gate_up]]
@@ -62,6 +52,7 @@ def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
     assert one[1]["metrics"]["jetrl/scale/weight_unchanged_min"] == 1.0, "a learning rate of 0 moves no code"
 
 
+@pytest.mark.slow
 def test_ill_layers_leave_fp8_on_both_sides_v0_fsdp2(ill_task):
     """The correction stays the identity, because both sides change in the same step."""
     corrected = {"JETRL_CORRECTION": "tis", "JETRL_ACR": "1"}

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import jetrl_patch
@@ -26,6 +24,7 @@ from jetrl_patch.registry import Journal
 from jetrl_patch.sync.send import SyncStats
 from tests.fp8 import te_fakes as te
 from tests.models import build, config_of
+from tests.verl.composed import composer
 
 ROOT = Path(__file__).resolve().parents[2]
 M = "actor_rollout_ref.actor.megatron"
@@ -50,16 +49,13 @@ def installed(monkeypatch):
 def composed(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     config_of("qwen3", head_dim=128).save_pretrained(path)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield lambda *extra: compose(
-            "ppo_trainer",
-            [
-                "model_engine=megatron", "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *extra,
-            ],
-        )  # fmt: skip
+    own = [
+        "model_engine=megatron", "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ]  # fmt: skip
+    with composer(own) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 
 from jetrl_patch.adapters.verl import rollout, settings
 from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from tests.verl.audited import RECOMPUTE, STOP
+from tests.verl.composed import composer
 
 
 @pytest.fixture(scope="module")
 def base():
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        own = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
-        yield lambda *extra: compose("ppo_trainer", [*own, *extra])
+    with composer(["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]) as make:
+        yield make
 
 
 REFUSED = [

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import facts
 from tests.models import save
 
 SCRIPT = Path(__file__).with_name("old_weights_script.py")
@@ -23,12 +20,7 @@ SCRIPT = Path(__file__).with_name("old_weights_script.py")
 def test_no_update_is_lost_wherever_the_parameters_lie(tmp_path, ranks, which, runs):
     """verl's engines and its worker's own methods, without Ray: weights of two cycles with and without save and restore."""
     model = save(tmp_path / "qwen3", "qwen3", steps=2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([*command, model, which], env=environ, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
-    found = json.loads(line.removeprefix("FACTS "))
+    found = facts(SCRIPT, ranks, model, which)
     assert len(found["runs"]) == runs
     for run in found["runs"]:
         assert run["equal"] == run["tensors"] > 30, run

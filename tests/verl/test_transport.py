@@ -6,10 +6,9 @@ Each case runs in a separate process on the CPU platform, with verl's receiver i
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
+import functools
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import torch
 from jetrl_patch import errors
 from jetrl_patch.adapters.verl.transport import Ahead, WatchedSocket, as_sync_error, ending_early
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+from tests import forks
 
 KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
 
@@ -63,21 +63,21 @@ def send(peer, weights):
 """
 
 
-def run(body: str) -> str:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script that begins with ``PRELUDE``; returns what it printed."""
+    return functools.partial(output_of, tmp_path / "script.py")
+
+
+def output_of(file: Path, body: str) -> str:
+    file.write_text(PRELUDE + textwrap.dedent(body))
+    done = forks.run(file, imports=forks.WITH_VLLM)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.e2e
-def test_weights_arrive_in_buckets():
+def test_weights_arrive_in_buckets(run):
     run("""
         process, queue = start()
         send(Peer(None, PATIENCE), WEIGHTS)
@@ -86,7 +86,7 @@ def test_weights_arrive_in_buckets():
 
 
 @pytest.mark.e2e
-def test_a_receiver_that_dies_in_the_middle_ends_the_sender():
+def test_a_receiver_that_dies_in_the_middle_ends_the_sender(run):
     out = run("""
         process, queue = start(die_after=4)
         send(Peer(None, 3.0), WEIGHTS)
@@ -97,7 +97,7 @@ def test_a_receiver_that_dies_in_the_middle_ends_the_sender():
 
 
 @pytest.mark.e2e
-def test_a_worker_that_never_answers_leaves_no_shared_memory():
+def test_a_worker_that_never_answers_leaves_no_shared_memory(run):
     """It refuses the sync, or it takes the first message and dies."""
     run("""
         import glob
@@ -115,7 +115,7 @@ def test_a_worker_that_never_answers_leaves_no_shared_memory():
 
 
 @pytest.mark.e2e
-def test_a_failed_rpc_ends_the_sender_at_once():
+def test_a_failed_rpc_ends_the_sender_at_once(run):
     out = run("""
         import threading
         call = Future()
@@ -127,7 +127,7 @@ def test_a_failed_rpc_ends_the_sender_at_once():
 
 
 @pytest.mark.e2e
-def test_a_worker_of_an_earlier_sync_takes_no_message_of_the_next():
+def test_a_worker_of_an_earlier_sync_takes_no_message_of_the_next(run):
     """It was frozen: it answers after its sender has left, and connects to whatever listens at that name now."""
     run("""
         import threading, zmq
@@ -151,13 +151,13 @@ def test_a_worker_of_an_earlier_sync_takes_no_message_of_the_next():
 
 
 @pytest.mark.e2e
-def test_no_receiver_at_all():
+def test_no_receiver_at_all(run):
     out = run("send(Peer(None, 2.0), WEIGHTS)")
     assert "SyncError: the vLLM worker has not answered for 2 s" in out
 
 
 @pytest.mark.e2e
-def test_a_stream_that_breaks_tells_the_receiver():
+def test_a_stream_that_breaks_tells_the_receiver(run):
     out = run("""
         def broken():
             yield from WEIGHTS[:5]
@@ -170,7 +170,7 @@ def test_a_stream_that_breaks_tells_the_receiver():
 
 
 @pytest.mark.e2e
-def test_a_receiver_without_a_sender_gives_up():
+def test_a_receiver_without_a_sender_gives_up(run):
     run("""
         process, queue = start(timeout=1.0)
         assert queue.get(timeout=PATIENCE) == "Again"
@@ -206,7 +206,7 @@ def test_an_error_that_ray_raises_again_is_the_workers_own():
     assert isinstance(again, AuditError) and as_sync_error(again) is own
 
 
-def test_the_trainers_own_error_is_not_the_workers():
+def test_the_trainers_own_error_is_not_the_workers(run):
     def weights():
         yield "w0", torch.zeros(1)
         raise RuntimeError("no such shard")

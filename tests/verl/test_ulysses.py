@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import facts
 from tests.fp8.thresholds import SQNR_MODEL_GRADIENT
 from tests.models import save
 
 HERE = Path(__file__).parent
-
-
-def facts(script: str, ranks: int, *arguments: str):
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, str(HERE / script), *arguments], env=environ, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
-    return json.loads(line.removeprefix("FACTS "))
 
 
 @pytest.mark.e2e
@@ -38,7 +24,7 @@ def facts(script: str, ranks: int, *arguments: str):
 )
 def test_two_ranks_against_one_and_against_fp64(align, variants):
     """Gradients differ from one rank's in the groups of 128 tokens of WGrad; both are held to the bound against FP64."""
-    found = facts("exchange_script.py", 2, align, *variants)
+    found = facts(HERE / "exchange_script.py", 2, align, *variants)
     assert len(found) == 2 * len(variants)
     for name, case in found.items():
         assert case["tokens"] == 296
@@ -63,7 +49,7 @@ def model_dir(tmp_path_factory):
 )
 def test_verls_engines_score_as_one_rank_does(strategy, ranks, model_dir):
     """The actor before and after training, its entropy, and the reference model; on four ranks FSDP shards over two pairs."""
-    for found in facts("ulysses_script.py", ranks, strategy, model_dir, "exact"):
+    for found in facts(HERE / "ulysses_script.py", ranks, strategy, model_dir, "exact"):
         assert found.pop("learned")["unequal"] > 0
         assert found.keys() == {"actor 1", "actor 4", "entropy", "reference 1", "reference 4", "trained"}
         assert all(case == {"unequal": 0, "max": 0.0} for case in found.values()), found

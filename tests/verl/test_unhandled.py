@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -21,6 +21,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, split_fix
 from jetrl_patch.patching.guards import file_of
 from tests.models import config_of
+from tests.verl.composed import composer
 
 A, F, R, M = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))
 V = f"{R}.engine_kwargs.vllm"
@@ -36,9 +37,8 @@ Compose = Callable[..., Any]
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     path = tmp_path_factory.mktemp("model")
     config_of("qwen3").save_pretrained(path)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield lambda *extra: compose("ppo_trainer", minimum(path) + list(extra))
+    with composer(minimum(path)) as make:
+        yield make
 
 
 def minimum(path: Any) -> list[str]:

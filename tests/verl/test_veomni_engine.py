@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ from torch import nn
 from jetrl_patch.adapters.verl import model
 from jetrl_patch.errors import ModelError
 from jetrl_patch.models.families import covering
-from tests import models, vision_models
+from tests import forks, models, vision_models
 from tests.veomni import environ, needs_veomni
 
 SCRIPT = Path(__file__).with_name("veomni_engine_script.py")
@@ -45,9 +43,7 @@ SLOW = pytest.mark.slow
 def test_computes_as_transformers_and_sends_what_it_trains_with(family, mode, tmp_path):
     save = vision_models.save if family in vision_models.FAMILIES else models.save
     path = save(tmp_path / "model", family)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), family, path]
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([*command, mode], env={**os.environ, **quiet, **environ()}, capture_output=True, text=True, timeout=390)
+    done = forks.run(SCRIPT, family, path, mode, ranks=2, environ=environ(), timeout=390)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     print(next(line for line in done.stdout.splitlines() if line.startswith("WORST")))
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import vision
 from jetrl_patch.config import Config
+from tests import forks
 from tests import vision_models as models
 
 #: tokens of each sample: the prompt's, the response's
@@ -232,10 +230,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 def torchrun(ranks: int, script: str, *words: str) -> str:
     """Run a script of this folder on this many ranks; return its output."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(models.ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    file = str(Path(__file__).with_name(script))
-    done = subprocess.run([*command, file, *words], env=environ, capture_output=True, text=True, timeout=500)
+    done = forks.run(Path(__file__).with_name(script), *words, ranks=ranks)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
 

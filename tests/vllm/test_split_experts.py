@@ -70,7 +70,7 @@ def digests(llm: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("variant", "engine_settings"),
     [
-        ("qwen3_moe-tp", TP),
+        pytest.param("qwen3_moe-tp", TP, marks=pytest.mark.slow),
         ("qwen3_moe", EP),
         *(
             pytest.param(variant, settings, marks=pytest.mark.slow)

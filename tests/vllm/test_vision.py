@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +11,7 @@ import pytest
 
 from jetrl_patch.adapters.vllm.shards import hf_name
 from jetrl_patch.models import families
-from tests import vision_models
+from tests import forks, vision_models
 
 FAMILIES = list(vision_models.FAMILIES)
 
@@ -33,9 +30,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
 
 def run(*words: str) -> None:
-    command = [sys.executable, "-m", "tests.vllm.vision_script", *words]
-    environ = {**os.environ, **vision_models.environ(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
+    script, environ = Path(__file__).with_name("vision_script.py"), vision_models.environ()
+    done = forks.run(script, *words, imports=forks.WITH_VLLM, environ=environ)
     assert done.returncode == 0 and done.stdout.endswith("FINE\n"), done.stdout[-2000:] + done.stderr[-6000:]
 
 
