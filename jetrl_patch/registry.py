@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -192,6 +192,9 @@ class Rollout(Protocol):
 
     def sample(self, job: Job, progress: Progress, /) -> Sampled:
         """Sampled tokens with the log-probs that the engine gave them."""
+
+    def install(self, engine: Any, pairs: Iterable[tuple[str, Tensor]], /) -> None:
+        """Install the messages of a weight sync into an engine in this process. Raises ConfigError for any other engine."""
 
     def check_kv_cache(self, exact: bool, /) -> None:
         """Raise a JetrlError on a machine without an FP8 KV cache, in exact mode or outside."""

@@ -90,7 +90,7 @@ def stand(module: str, names: Sequence[str]) -> int:
 
 def test_every_module_has_a_place_and_imports_nothing_above_it() -> None:
     names = layers()
-    assert len(names) == len(set(names)) <= 20
+    assert len(names) == len(set(names)) <= 21
     edges = graph()
     assert {module for module in edges if stand(module, names) < 0} == set()
     upward = {

@@ -18,12 +18,12 @@ from jetrl_patch.progress import SILENT
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
-__all__ = ["argument_problems", "build_engine", "check_kv_cache", "generate", "routes_error", "sample"]
+__all__ = ["argument_problems", "build_engine", "check_kv_cache", "generate", "install", "routes_error", "sample"]
 
 #: the engine's share of a GPU's memory; the rest is for the trainer's weights and gradients, in the same process
 SHARE = 0.4
@@ -79,6 +79,21 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
         return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
     finally:
         engine.llm_engine.engine_core.shutdown()
+
+
+def install(engine: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Install the messages of a weight sync into a ``vllm.LLM`` with one rank in this process, and drop its cached prefixes."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    from jetrl_patch.loop import receive
+
+    ranks = engine.llm_engine.vllm_config.parallel_config.world_size
+    if not isinstance(engine.llm_engine.engine_core, InprocClient) or ranks > 1:
+        found = f"one with {ranks} ranks" if ranks > 1 else "one in a process of its own"
+        fix = "set VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is built, or use loop.messages and loop.receive"
+        raise ConfigError(explain("loop.send()", required="an engine with one rank in this process", found=found, fix=fix))
+    engine.collective_rpc(receive, args=(pairs,))
+    engine.reset_prefix_cache()
 
 
 def build_engine(job: Job, max_model_len: int) -> Any:

@@ -119,7 +119,7 @@ def run(
         pool = [pool[i] for i in json.loads(setting.pool.read_text())]
     length = max(128, 2 * recipe.prompt_tokens + setting.response_tokens)
     rollout = Rollout(str(task.model), seed, length)
-    policy = Policy(str(task.model), arm.config, setting.learning_rate, recipe.micro_batch, setting.temperature)
+    policy = Policy(str(task.model), setting.learning_rate, recipe.micro_batch, setting.temperature)
     rng = random.Random(seed)
     for _ in range(first_step):
         rng.sample(pool, setting.prompts)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.trainer.source import convert
+from jetrl_patch import loop
 
 if TYPE_CHECKING:
     from examples.stability.rollout import Sample
-    from jetrl_patch import Config
 
 
 class Policy:
@@ -27,14 +25,11 @@ class Policy:
         temperature: divides the logits.
     """
 
-    def __init__(
-        self, path: str, config: Config, learning_rate: float, micro_batch: int = 64, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, path: str, learning_rate: float, micro_batch: int = 64, temperature: float = 1.0) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        shapes = {name: tuple(weight.shape) for name, weight in self.model.state_dict().items()}
-        self.source = convert(self.model, config, shapes, rollout_tp=1, device_type="cpu")
+        self.source = loop.convert(self.model)
         self.micro_batch, self.temperature = micro_batch, temperature
         self.parameters = list(self.model.parameters())
         self.masters = [torch.nn.Parameter(p.detach().float().clone()) for p in self.parameters]
@@ -87,8 +82,7 @@ class Policy:
             ids[row, : len(tokens)], seen[row, : len(tokens)] = torch.tensor(tokens), 1
         starts = torch.tensor([len(s.prompt) - 1 for s in samples])
         first = int(starts.min())  # no prompt's logits, which are most of a large vocabulary's cost
-        logits = self.model(input_ids=ids, attention_mask=seen, use_cache=False, logits_to_keep=width - first).logits
-        everywhere = token_log_probs(logits[:, :-1], ids[:, first + 1 :], self.temperature)
+        everywhere = loop.log_probs(self.model, ids, seen, self.temperature, last=width - first - 1)
         mask = torch.arange(longest) < torch.tensor([len(s.response) for s in samples])[:, None]
         places = (starts[:, None] - first + torch.arange(longest)).clamp(max=width - 2 - first)
         return everywhere.gather(1, places) * mask, mask

@@ -26,7 +26,7 @@ def choose(questions: int, answers: int, seed: int) -> list[int]:
     config = Arm(precision="bf16").config
     jetrl_patch.enable(config)
     asked, rollout = Questions(TASK, Setting().response_tokens), Rollout(str(CHECKPOINT), seed)
-    policy = Policy(str(CHECKPOINT), config, learning_rate=0.0)
+    policy = Policy(str(CHECKPOINT), learning_rate=0.0)
     rollout.sync(policy.source, policy.weights())
     _, right = asked.sample(rollout, asked.train[:questions], answers, 1.0, seed)
     shares = [sum(right[i : i + answers]) / answers for i in range(0, len(right), answers)]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from jetrl_patch.sync.send import SyncStats
-
-if TYPE_CHECKING:
-    from jetrl_patch.trainer.source import Source
+from jetrl_patch import loop
 
 
 @dataclass(frozen=True)
@@ -42,18 +38,9 @@ class Rollout:
             logprobs_mode="processed_logprobs",
         )  # fmt: skip
 
-    def sync(self, source: Source, weights: dict[str, Tensor], bits: int | None = None) -> SyncStats:
+    def sync(self, source: loop.Source, weights: dict[str, Tensor], bits: int | None = None) -> None:
         """Send the trainer's weights, rounded to ``bits`` bits if given. Raises SyncError if the sync is incomplete."""
-        stats = SyncStats()
-        named = ((name, _rounded(name, weight, bits)) for name, weight in weights.items())
-
-        def install(worker: Any) -> None:
-            for pair in source.stream(named, stats):
-                worker.jetrl_receiver.on_bucket([pair])
-            worker.jetrl_receiver.finish()
-
-        self.engine.collective_rpc(install)
-        return stats
+        loop.send(source, {name: _rounded(name, weight, bits) for name, weight in weights.items()}, self.engine)
 
     def sample(
         self, prompts: Sequence[list[int]], n: int, tokens: int, stop: int, temperature: float, seed: int

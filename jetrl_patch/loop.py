@@ -1,0 +1,144 @@
+"""For a training loop of your own: the steps that the adapters of verl and OpenRLHF are built from, as functions.
+
+    jetrl_patch.enable(precision="fp8-unified")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    source = loop.convert(model)
+    engine = vllm.LLM(path, logprobs_mode="processed_logprobs", ...)
+    loop.send(source, model.state_dict(), engine)
+    found = loop.log_probs(model, input_ids, attention_mask, temperature)
+    loop.compare(found, sampled, mask)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch import registry, session
+from jetrl_patch.exact.logprob import token_log_probs
+from jetrl_patch.measure.mismatch import mismatch
+from jetrl_patch.sync.send import NamedTensor, SyncStats
+from jetrl_patch.trainer import audit, source
+from jetrl_patch.trainer.source import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Source", "compare", "convert", "log_probs", "messages", "receive", "send"]
+
+
+def convert(model: Any, *, rollout_tp: int = 1, rollout_ep: int = 1, reference: bool = False) -> Source:
+    """Convert a loaded Hugging Face model in place, so that it computes as the rollout does. Wrap or shard it afterwards.
+
+    Args:
+        model: a causal language model in BF16, or in FP32 as master weights.
+        rollout_tp: the engine's tensor-parallel size. The model adds the same partial sums in the same order.
+        rollout_ep: its expert-parallel size.
+        reference: whether the model is never trained.
+
+    Returns what ``send`` and ``messages`` need. The model stays a Hugging Face model, with its parameters and their names.
+
+    Raises:
+        NotPatchedError: ``enable()`` has not been called.
+        ModelError: the model cannot run in the chosen mode; nothing is changed then.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    device = next(model.parameters()).device.type
+    return source.convert(
+        model,
+        session.active_config(),
+        shapes,
+        rollout_tp=rollout_tp,
+        rollout_ep=rollout_ep,
+        device_type=device,
+        reference=reference,
+    )
+
+
+def messages(policy: Source, weights: Iterable[NamedTensor], stats: SyncStats | None = None) -> Iterator[NamedTensor]:
+    """Yield one weight sync: bytes and scales of the quantized layers, BF16 for the rest, a manifest first and digests last.
+
+    For engines in other processes: move each pair as it is, and pass all of them to ``receive`` in every worker of the engine.
+
+    Args:
+        policy: what ``convert`` returned.
+        weights: pairs of Hugging Face name and full weight, of every parameter, one after the other.
+        stats: counts the bytes.
+
+    Raises SyncError if a weight holds NaN or Inf, or has another shape than at ``convert``.
+    """
+    return policy.stream(((name, weight.detach()) for name, weight in weights), stats or SyncStats())
+
+
+def receive(worker: Any, pairs: Iterable[NamedTensor]) -> None:
+    """Install what ``messages`` yields. Runs in a worker of vLLM, through ``collective_rpc``.
+
+    Raises:
+        SyncError: something is missing or damaged. The engine does not generate before a complete sync.
+        AuditError: trainer and rollout do not compute alike.
+    """
+    for pair in pairs:
+        worker.jetrl_receiver.on_bucket([pair])
+    worker.jetrl_receiver.finish()
+
+
+def send(policy: Source, weights: Mapping[str, Tensor], engine: Any) -> dict[str, float]:
+    """Send the weights to an engine in this process, and drop its cached prefixes.
+
+    Args:
+        weights: Hugging Face name -> full weight, such as ``model.state_dict()``.
+        engine: a ``vllm.LLM`` with one rank, built under ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+
+    Returns the figures of the sync and of the step that it ends: ``jetrl/sync_bytes``, ``jetrl/scale/...``.
+
+    Raises:
+        ConfigError: the engine runs in other processes. ``messages`` and ``receive`` are for those.
+        SyncError, AuditError: as ``messages`` and ``receive``.
+        PrecisionError: the monitor's thresholds say that the run must stop.
+    """
+    start, stats = time.perf_counter(), SyncStats()
+    policy.begin_sync(weights.items)
+    registry.rollout().install(engine, messages(policy, weights.items(), stats))
+    report = audit.sync_report(stats, start) | {"monitor": policy.end_sync()}
+    return audit.sync_metrics([report])
+
+
+def log_probs(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, temperature: float | Tensor = 1.0, *, last: int | None = None
+) -> Tensor:
+    """FP32 log-probs [B, T - 1] of the tokens after the first, as the engine computes them. Differentiable.
+
+    Args:
+        model: a converted model, or what wraps it.
+        input_ids: [B, T], padded on either side.
+        attention_mask: [B, T], 1 for tokens and 0 for padding.
+        temperature: as the engine sampled: a number, or a tensor that broadcasts against [B, T - 1, 1].
+        last: compute only the last so many columns [B, last], such as the responses behind left-padded prompts.
+    """
+    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    count = input_ids.shape[1] - 1 if last is None else last
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=count + 1,
+    ).logits
+    return token_log_probs(logits[:, :-1], input_ids[:, -count:], temperature)
+
+
+def compare(trainer: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
+    """The figures of the mismatch, ``jetrl/logp_abs_diff_mean`` and others, for the log of a step.
+
+    Args:
+        trainer: ``log_probs`` with the weights that the engine had, [B, T].
+        rollout: the engine's log-probs of the same tokens, FP32 [B, T].
+        mask: [B, T], true where a sampled token counts.
+
+    Raises AuditError if a token differs in exact mode and ``on_mismatch="stop"``.
+    """
+    config = session.active_config()
+    if config.exact:
+        audit.Audit().compare(trainer, rollout, mask, config)
+    return mismatch(trainer.detach(), rollout, mask).as_metrics()
