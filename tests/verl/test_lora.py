@@ -182,7 +182,7 @@ def test_a_run_with_lora_is_exact_and_its_reference_is_the_model_without(task):
         (["trainer.use_v1=False", f"{A}.use_kl_loss=True"], {"processes": 2}),
         (["trainer.use_v1=False"], {"processes": 2, "strategy": "fsdp"}),
     ],
-    ids=["v1-fsdp1", "two-ranks-fsdp2", "two-ranks-fsdp1"],
+    ids=["v1-fsdp1", "v0-fsdp2", "two-ranks-fsdp2", "two-ranks-fsdp1"],
 )
 def test_runs_with_lora_are_exact(task, extra, options):
     assert_exact(run(task, *extra, **options)[1])
