@@ -56,19 +56,21 @@ def convert(model: Any, *, rollout_tp: int = 1, rollout_ep: int = 1, reference: 
     )
 
 
-def messages(policy: Source, weights: Iterable[NamedTensor], stats: SyncStats | None = None) -> Iterator[NamedTensor]:
-    """Yield one weight sync: bytes and scales of the quantized layers, BF16 for the rest, a manifest first and digests last.
+def messages(policy: Source, weights: Mapping[str, Tensor], stats: SyncStats | None = None) -> Iterator[NamedTensor]:
+    """Begin a weight sync and yield it: bytes and scales of quantized layers, BF16 for the rest, a manifest first, digests last.
 
     For engines in other processes: move each pair as it is, and pass all of them to ``receive`` in every worker of the engine.
+    Then ``policy.end_sync()`` returns the figures of the step, and raises PrecisionError if the monitor's thresholds say stop.
 
     Args:
         policy: what ``convert`` returned.
-        weights: pairs of Hugging Face name and full weight, of every parameter, one after the other.
+        weights: Hugging Face name -> full weight, of every parameter.
         stats: counts the bytes.
 
     Raises SyncError if a weight holds NaN or Inf, or has another shape than at ``convert``.
     """
-    return policy.stream(((name, weight.detach()) for name, weight in weights), stats or SyncStats())
+    policy.begin_sync(weights.items)  # smoothing and the precision guard act here
+    return policy.stream(((name, weight.detach()) for name, weight in weights.items()), stats or SyncStats())
 
 
 def receive(worker: Any, pairs: Iterable[NamedTensor]) -> None:
@@ -98,8 +100,7 @@ def send(policy: Source, weights: Mapping[str, Tensor], engine: Any) -> dict[str
         PrecisionError: the monitor's thresholds say that the run must stop.
     """
     start, stats = time.perf_counter(), SyncStats()
-    policy.begin_sync(weights.items)
-    registry.rollout().install(engine, messages(policy, weights.items(), stats))
+    registry.rollout().install(engine, messages(policy, weights, stats))
     report = audit.sync_report(stats, start) | {"monitor": policy.end_sync()}
     return audit.sync_metrics([report])
 

@@ -60,10 +60,10 @@ def run(
         TimeoutError: it had not ended after ``timeout`` seconds. Its processes are killed.
     """
     key = (*imports, *sorted(environ.items()))
+    environment = {**os.environ, **ENVIRON, **environ}  # with what the test has set
     if key not in _PARENTS:
-        _PARENTS[key] = _Parent(imports, environ)
+        _PARENTS[key] = _Parent(imports, environment)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, **ENVIRON, **environ}  # with what the test has set
         job = {"script": str(script), "words": words, "ranks": ranks, "out": folder, "environ": environment}
         status = _PARENTS[key].run(job, timeout)
         if status is None:
@@ -85,10 +85,9 @@ def facts(script: Path | str, ranks: int, *words: str, environ: Mapping[str, str
 class _Parent:
     """The process that is forked from, and a line of JSON each way for each script."""
 
-    def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "tests.forks", *imports]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        environment = {**os.environ, **ENVIRON, **environ}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
         atexit.register(self._end)
 
@@ -119,10 +118,13 @@ _PARENTS: dict[tuple[Any, ...], _Parent] = {}
 def _serve(modules: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints
+    started = set(os.environ)
     for module in modules:
         importlib.import_module(module)
     for line in sys.stdin:
         job = json.loads(line)
+        for name in started - job["environ"].keys():  # set by the test that started this process
+            os.environ.pop(name, None)
         print(_status(job), file=answers, flush=True)
 
 
@@ -164,7 +166,7 @@ def _child(job: Mapping[str, Any], rank: int, port: int) -> Any:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException:  # reported by the status: the child must not go on in the parent's loop
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):

@@ -73,7 +73,7 @@ def test_what_a_worker_of_another_process_would_do(checkpoint: Callable[..., str
     jetrl_patch.enable(precision="fp8-unified")
     path = checkpoint("qwen3", seed=1)
     llm, model = engine(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)), load(path)
-    pairs = list(loop.messages(loop.convert(model), model.named_parameters()))
+    pairs = list(loop.messages(loop.convert(model), dict(model.named_parameters())))
     worker = worker_of(llm)
     with pytest.raises(SyncError, match="ended before the commit"):
         loop.receive(worker, pairs[:-1])
