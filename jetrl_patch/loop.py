@@ -1,6 +1,6 @@
 """For a training loop of your own: the steps that the adapters of verl and OpenRLHF are built from, as functions.
 
-    jetrl_patch.enable(precision="fp8-unified")
+    jetrl_patch.enable()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     source = loop.convert(model)
     engine = vllm.LLM(path, logprobs_mode="processed_logprobs", ...)

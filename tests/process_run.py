@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -62,6 +63,13 @@ class ProcessRun:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    @property
+    def failure(self) -> str:
+        """What to show when a run failed: its first two tracebacks, and the end of its output."""
+        text = self.text
+        starts = [found.start() for found in re.finditer(r"^.*Traceback \(most recent call last\)", text, re.MULTILINE)]
+        return "\n[...]\n".join([*(text[start : start + 4000] for start in starts[:2]), text[-4000:]])
+
     def wait(self, timeout: float) -> int:
         end = time.monotonic() + timeout
         while True:
@@ -75,8 +83,8 @@ class ProcessRun:
     def wait_for(self, seen: Callable[[str], object], timeout: float) -> None:
         end = time.monotonic() + timeout
         while not seen(self.text):
-            assert self.process.poll() is None or self._started_again(), self.text[-4000:]
-            assert time.monotonic() < end, self.text[-4000:]
+            assert self.process.poll() is None or self._started_again(), self.failure
+            assert time.monotonic() < end, self.failure
             time.sleep(0.5)
 
     def stop(self) -> None:

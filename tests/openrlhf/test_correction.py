@@ -244,9 +244,9 @@ def task(tmp_path_factory):
 
 def steps_of(task, *extra: str, **environ: str) -> list[dict[str, float]]:
     run = Run(task, *extra, environ={"CUDA_VISIBLE_DEVICES": "", **environ})
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     steps = run.metrics()
-    assert len(steps) == 2, run.text[-3000:]
+    assert len(steps) == 2, run.failure
     for step in steps:
         assert step["jetrl/tokens"] >= 16 and step["actor_grad_norm"] > 0, step
     return steps

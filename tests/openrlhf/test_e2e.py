@@ -33,9 +33,9 @@ def task(tmp_path_factory):
 
 
 def finish(run: Run, steps: int = 2) -> list[dict[str, float]]:
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     found = run.metrics()
-    assert len(found) == steps, run.text[-3000:]
+    assert len(found) == steps, run.failure
     return found
 
 
@@ -258,9 +258,9 @@ def test_a_driver_that_connects_before_enable_ends_in_one_sentence(task, when):
     words = [sys.executable, str(task / "driver.py"), when, *arguments(task, steps=1)]
     run = ProcessRun(task, lambda ray_dir: (words, {"RAY_TMPDIR": ray_dir}), {"VLLM_CPU_KVCACHE_SPACE": "1"})
     code, trained = run.wait(TIMEOUT), "Global step" in run.text
-    assert (code, trained) == ((0, True) if when == "early" else (1, False)), run.text[-4000:]
+    assert (code, trained) == ((0, True) if when == "early" else (1, False)), run.failure
     if when == "late":
-        (line,) = re.findall(r"^jetrl_patch\.errors\.NotPatchedError: (.*)$", run.text, re.MULTILINE) or [run.text[-4000:]]
+        (line,) = re.findall(r"^jetrl_patch\.errors\.NotPatchedError: (.*)$", run.text, re.MULTILINE) or [run.failure]
         assert line.startswith("enable() in a Ray driver: required a call before ray.init"), line
         assert "PolicyModelActor" not in run.text
 

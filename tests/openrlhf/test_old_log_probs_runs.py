@@ -90,13 +90,13 @@ class Finished:
         save = ["--ckpt.output_dir", str(out / "model"), "--ckpt.path", str(out), "--ckpt.save_steps", str(STEPS)]
         run = Run(task, *rate, *save, environ=environ, steps=STEPS, stage=stage, checkpoints=True)
         self.rc = run.wait(TIMEOUT)
-        self.text, self.out = run.text, out
+        self.text, self.failure, self.out = run.text, run.failure, out
         self.passes = [int(count) for count in re.findall(r"A PASS OVER (\d+) SAMPLES", self.text)]
         self.steps = run.metrics()
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of the model and of DeepSpeed's checkpoint of all ranks, which has the masters and Adam's moments."""
-        assert self.rc == 0 and len(self.steps) == STEPS, self.text[-6000:]
+        assert self.rc == 0 and len(self.steps) == STEPS, self.failure
         states = sorted((self.out / "_actor" / f"global_step{STEPS}").glob("*.pt"))
         assert any("optim_states" in file.name for file in states)
         content = [torch.load(file, weights_only=False) for file in states]
@@ -115,7 +115,7 @@ def same(a: Finished, b: Finished) -> bool:
 
 
 def assert_checked(found: Finished) -> None:
-    assert found.rc == 0 and len(found.steps) == STEPS, found.text[-6000:]
+    assert found.rc == 0 and len(found.steps) == STEPS, found.failure
     for step in found.steps:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0
         assert step["jetrl/audited_tokens"] == step["jetrl/tokens"] >= 16

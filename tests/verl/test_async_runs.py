@@ -139,7 +139,7 @@ def task(tmp_path_factory):
 def run(task: Path, out: Path, *extra: str, steps: int = STEPS, **options: str) -> Run:
     environ = {**UNIFIED, "PYTHONPATH": str(task / "hook"), "SAMPLES": str(out)}
     found = Run(task, f"trainer.default_local_dir={out}", *SAVE, *extra, environ=environ, steps=steps, **options)
-    assert found.wait(TIMEOUT) == 0, found.text[-6000:]
+    assert found.wait(TIMEOUT) == 0, found.failure
     return found
 
 

@@ -27,10 +27,10 @@ def task(tmp_path_factory):
 
 def steps_of(task, *extra: str, v1: bool = False, **environ: str) -> list[dict[str, float]]:
     run = Run(task, f"trainer.use_v1={v1}", *extra, environ={"CUDA_VISIBLE_DEVICES": "", **environ})
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     lines = [line for line in run.text.splitlines() if "step:" in line and "training/global_step" in line]
     steps = [{k: float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", v)) for k, v in _FIGURES.findall(line)} for line in lines]
-    assert len(steps) == 2, run.text[-3000:]
+    assert len(steps) == 2, run.failure
     for step in steps:
         assert step["jetrl/tokens"] >= 16 and math.isfinite(step["actor/grad_norm"]), step
     return steps

@@ -86,20 +86,20 @@ def assert_deltas(found: list[dict[str, float]], full: set[int], steps: int = ST
 def test_twenty_syncs_to_a_colocated_engine_that_forgets_twice(task, strategy):
     """Sync 0 precedes the first step."""
     run = Run(task, RATE, environ=environ(task, RESTARTS="7,13"), steps=STEPS, strategy=strategy)
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     assert_deltas(run.metrics(), {7, 13})
     assert run.text.count("RECEIVED sync") == STEPS + 1
 
 
 def test_two_ranks_with_a_tensor_parallel_engine(task):
     run = Run(task, RATE, environ=environ(task, RESTARTS="3"), steps=5, processes=2)
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     assert_deltas(run.metrics(), {3}, steps=5)
 
 
 def test_twenty_syncs_over_a_checkpoint_engine(task):
     run = Run(task, RATE, *APART, environ=environ(task, RESTARTS="7"), steps=STEPS)
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     steps = run.metrics()
     assert len(steps) == STEPS
     shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in steps]

@@ -24,9 +24,9 @@ def plain_task(tmp_path_factory):
 
 
 def finish(run: Run, steps: int = 2) -> list[dict[str, float]]:
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     found = run.metrics()
-    assert len(found) == steps, run.text[-3000:]
+    assert len(found) == steps, run.failure
     return found
 
 

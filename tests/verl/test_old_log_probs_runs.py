@@ -117,13 +117,13 @@ class Finished:
         save = [f"trainer.default_local_dir={out}", f"trainer.save_freq={STEPS}"]
         run = Run(task, *save, *extra, steps=STEPS, processes=processes, strategy=strategy, environ=environ)
         self.rc = run.wait(TIMEOUT)
-        self.text = run.text
+        self.text, self.failure = run.text, run.failure
         self.passes = [int(count) for count in re.findall(r"PASS OVER (\d+) SAMPLES", self.text)]
         self.steps = run.metrics()
         self.out, self.ranks = out / f"global_step_{STEPS}" / "actor", processes
 
     def weights(self) -> list[torch.Tensor]:
-        assert self.rc == 0, self.text[-6000:]
+        assert self.rc == 0, self.failure
         found = plain(shards(self.out, self.ranks))
         assert len(found) > 90
         return found
@@ -134,7 +134,7 @@ def same(a: Finished, b: Finished) -> bool:
 
 
 def assert_checked(found: Finished) -> None:
-    assert found.rc == 0 and len(found.steps) == STEPS, found.text[-6000:]
+    assert found.rc == 0 and len(found.steps) == STEPS, found.failure
     for step in found.steps:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0
         assert step["jetrl/audited_tokens"] == step["jetrl/tokens"] >= 16
@@ -145,7 +145,7 @@ def assert_checked(found: Finished) -> None:
 @pytest.fixture(scope="module")
 def recomputed(task, tmp_path_factory):
     found = Finished(task, tmp_path_factory.mktemp("recomputed"), V0, **RECOMPUTE)
-    assert found.rc == 0 and found.passes == [16] * STEPS, found.text[-6000:]
+    assert found.rc == 0 and found.passes == [16] * STEPS, found.failure
     assert all("jetrl/audited_tokens" not in step for step in found.steps) and "actor/entropy:" in found.text
     return found
 
@@ -237,7 +237,7 @@ def test_one_ulp_stops_the_run_or_brings_the_pass_back(task, recomputed, tmp_pat
 )
 def test_one_ulp_stops_the_run_where_the_pass_runs_or_the_loss_compares(task, tmp_path, extra, says, updates):
     found = Finished(task, tmp_path, V0, *extra, ONE_ULP_IN_STEP="2", **RECOMPUTE)
-    assert found.rc != 0 and len(found.steps) == 1 and found.text.count("AN UPDATE") == updates, found.text[-6000:]
+    assert found.rc != 0 and len(found.steps) == 1 and found.text.count("AN UPDATE") == updates, found.failure
     assert re.search(f"AuditError: {says}", found.text)
 
 
@@ -257,5 +257,5 @@ def test_one_ulp_on_one_of_two_ranks_stops_both(task, tmp_path):
 def test_a_trainer_that_is_wrong_stops_at_the_first_step(task, tmp_path, what):
     """One weight off by one ulp, one bit of one scale, another temperature: none of them makes an update."""
     found = Finished(task, tmp_path, V0, WRONG_TRAINER=what, **ROLLOUT)
-    assert found.rc != 0 and not found.steps and "AN UPDATE" not in found.text, found.text[-6000:]
+    assert found.rc != 0 and not found.steps and "AN UPDATE" not in found.text, found.failure
     assert re.search(r"AuditError: log-prob of response token \d+ of sample \d+: required the rollout's", found.text)

@@ -32,7 +32,7 @@ def test_verls_fp8_rollout_is_measured_and_nothing_else(tmp_path):
     (task / "kernel" / "sitecustomize.py").write_text(STAND_IN)
     environ = {"JETRL_PRECISION": "bf16", "VERL_DISABLE_TRITON_FP8": "1", "PYTHONPATH": f"{task}/kernel:{ROOT}"}
     run = Run(task, "trainer.use_v1=False", f"{R}.quantization=fp8", environ=environ)
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    assert run.wait(TIMEOUT) == 0, run.failure
     steps = run.metrics()
     assert len(steps) == 2
     for step in steps:

@@ -124,7 +124,7 @@ class Setting(SeededRuns):
         super().__init__(framework, folder, STEPS, save_every=1, hook=HOOK)
         out = folder / "undisturbed"
         run = self.run(out)
-        assert run.wait(WHOLE) == 0, run.text[-4000:]
+        assert run.wait(WHOLE) == 0, run.failure
         self.expected = {step: self.checkpoint(out, step) for step in range(1, STEPS + 1)}
         assert all(self.expected.values())
         #: digest of a run's files -> whether it could resume from them; without files it can

@@ -50,7 +50,7 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
         seen["status"] = run.wait(LONGEST)
     shutil.copy(run.log, OUT / f"{framework}.log")
     if seen["status"]:
-        raise SystemExit(f"the undisturbed run of {framework} ended with {seen['status']}: {run.text[-4000:]}")
+        raise SystemExit(f"the undisturbed run of {framework} ended with {seen['status']}: {run.failure}")
     shares = [step.get("jetrl/bit_equal_fraction", math.nan) for step in run.metrics()]
     seen.update(watch.as_json(), shares=len(shares), equal=all(share == 1.0 for share in shares))
     seen["tokens"] = int(sum(step.get("jetrl/tokens", 0) for step in run.metrics()))
@@ -74,7 +74,7 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
         status = run.wait(LONGEST)
     seen["resumed"].append(watch.as_json())
     if status:
-        raise SystemExit(f"the resumed run of {framework} failed: {run.text[-4000:]}")
+        raise SystemExit(f"the resumed run of {framework} failed: {run.failure}")
     expected, found = runs.checkpoint(whole, steps), runs.checkpoint(broken, steps)
     seen["same"] = len(expected) == len(found) and all(map(torch.equal, expected, found))
     return seen
