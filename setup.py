@@ -52,5 +52,10 @@ setup(
         "console_scripts": ["jetrl = jetrl_patch.cli.main:main"],
         "vllm.general_plugins": ["jetrl_patch = jetrl_patch.adapters.vllm.entry:register"],
         "verl.plugins": ["jetrl_patch = jetrl_patch.adapters.verl.entry"],
+        "jetrl_patch.adapters": [
+            f"{path.parent.name} = jetrl_patch.adapters.{path.parent.name}.adapter:ADAPTER"
+            for path in sorted((ROOT / "adapters").glob("*/adapter.py"))
+        ],
+        "jetrl_patch.programs": ["verl = verl.trainer.main_ppo", "openrlhf = openrlhf.cli.train_ppo_ray"],
     },
 )

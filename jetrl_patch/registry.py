@@ -1,29 +1,34 @@
-"""What adapters offer, as types, and the one place that imports adapters, by name."""
+"""What adapters offer, as types, and the one place that imports adapters, by their entry points."""
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from jetrl_patch.config import Config as Config
 from jetrl_patch.errors import JetrlError, PatchError, VersionError, explain
+from jetrl_patch.patching.discovery import OURS, distribution, offered
+from jetrl_patch.patching.discovery import programs as programs
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.journal import Journal as Journal
 from jetrl_patch.patching.patch import OnImport as OnImport
 from jetrl_patch.patching.patch import Patch as Patch
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from torch import Tensor
 
     from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored, Step
     from jetrl_patch.progress import Progress
 
 # ---- A training framework's adapter, the counterpart of ``Installer`` in ``sync/receive.py`` ------
-# A module with these functions is a ``Trainer``. The adapter offers it in ``Services``, where mypy compares signatures. It calls
+# A module with these functions is a ``Trainer``. ``Adapter.trainer`` returns it, where mypy compares signatures. It calls
 # what every framework shares (``jetrl_patch/trainer/``):
 #
 # 1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
@@ -150,7 +155,7 @@ class Trainer(Protocol):
 
 
 # ---- The services that adapters offer to each other and to the core, as types --------------------
-# Each service is a protocol. A module implements it with its functions: an adapter offers the module itself, and mypy checks the
+# Each service is a protocol. A module implements it with its functions: an adapter returns the module itself, and mypy checks the
 # signatures.
 
 class Exchange(Protocol):
@@ -225,29 +230,29 @@ class Merger(Protocol):
         """Write ``checkpoint`` to ``target`` as a BF16 Hugging Face folder. Raises ConfigError if that fails."""
 
 
-@dataclass(frozen=True)
-class Services:
-    """The services of one adapter; None for those it does not offer."""
-
-    models: Models | None = None
-    rollout: Rollout | None = None
-    platform: Platform | None = None
-    trainer: Trainer | None = None
-    merger: Merger | None = None
-
-
 # ---- The lifecycle of an adapter, the code that knows one framework ------------------------------
 # For each adapter whose framework is installed, ``enable()`` checks the versions in ``requires``, calls ``check``, ``patches``
 # and ``hooks``, and looks for the modules that they name without importing them. Once all adapters have passed, it calls
 # ``on_apply``. ``disable()`` rolls back the journal and calls ``on_undo``.
 
 class Adapter:
-    """One framework. ``jetrl_patch.adapters.<name>.adapter:ADAPTER`` is an instance of a subclass."""
+    """One framework. A package offers an instance of a subclass under the entry-point group ``jetrl_patch.adapters``.
 
-    #: the name of the folder; ``ADAPTERS`` says for which frameworks the adapter is used
+    Importing its module and calling the methods that return services must not import the framework, or anything as slow.
+    """
+
+    #: its name, for people
     name: ClassVar[str] = ""
-    #: distributions that must be in their supported range (keys of ``_versions.SUPPORTED``)
+    #: import names of its frameworks, at least one of which must be installed; empty: the adapter's name
+    frameworks: ClassVar[tuple[str, ...]] = ()
+    #: adapters with a smaller number are applied first
+    order: ClassVar[int] = 10
+    #: distributions that must be in their supported range: keys of ``_versions.SUPPORTED``, or PEP 508 requirements
     requires: ClassVar[tuple[str, ...]] = ()
+    #: packages that only this framework's runs need, its own first; the doctor checks them
+    packages: ClassVar[tuple[str, ...]] = ()
+    #: whether the framework itself loads the plugin in the driver, so that the environment alone enables it
+    loads_plugin: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
         """Raise a JetrlError if the run is certain to fail. Change nothing."""
@@ -260,9 +265,25 @@ class Adapter:
         """Changes to a module other than replaced attributes, such as a registry entry."""
         return ()
 
-    def services(self) -> Services:
-        """What the adapter offers other adapters and the core. Imports the adapter's modules, not its framework."""
-        return Services()
+    def models(self) -> Models | None:
+        """The service that computes Hugging Face models as the trainer does."""
+        return None
+
+    def rollout(self) -> Rollout | None:
+        """The rollout engine."""
+        return None
+
+    def platform(self) -> Platform | None:
+        """The service that tells a CPU run from others."""
+        return None
+
+    def trainer(self) -> Trainer | None:
+        """The training framework."""
+        return None
+
+    def merger(self) -> Merger | None:
+        """The service that merges the shards of a training checkpoint."""
+        return None
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Make the changes that wait for no import, through the journal."""
@@ -271,77 +292,92 @@ class Adapter:
         """Drop the adapter's own state. Called after the journal is rolled back."""
 
 
-# ---- The adapters by name, and the services each one offers. No other module imports an adapter --
+# ---- The adapters that installed packages offer, and their services. No other module imports an adapter ----
 
 T = TypeVar("T")
 
-#: adapter -> import names of its frameworks, at least one of which must be installed; in the order of application
-ADAPTERS: dict[str, tuple[str, ...]] = {
-    "transformers": ("transformers",),
-    "vllm": ("vllm",),
-    "cpu": ("vllm", "verl", "openrlhf"),
-    "ray": ("ray",),
-    "verl": ("verl",),
-    "openrlhf": ("openrlhf",),
-}
+
+@functools.cache
+def adapters() -> tuple[Adapter, ...]:
+    """All adapters, in the order of application. Their frameworks need not be installed. Raises PatchError if one is broken."""
+    return tuple(sorted((_load(point) for point in offered().values()), key=lambda adapter: (adapter.order, adapter.name)))
 
 
 def installed() -> list[Adapter]:
     """The adapters whose framework is installed, in the order of application. Raises VersionError if there are none."""
-    found = [resolve(name) for name, needs in ADAPTERS.items() if any(map(is_installed, needs))]
+    needs = {adapter: adapter.frameworks or (adapter.name,) for adapter in adapters()}
+    found = [adapter for adapter, names in needs.items() if any(map(is_installed, names))]
     if not found:
-        frameworks = dict.fromkeys(need for needs in ADAPTERS.values() for need in needs)
-        required, fix = f"one of {', '.join(frameworks)}", "install one, for instance with `pip install 'verl[vllm]'`"
+        required = f"one of {', '.join(dict.fromkeys(name for names in needs.values() for name in names))}"
+        fix = "install one, for instance with `pip install 'verl[vllm]'`"
         raise VersionError(explain("enable()", required=required, found="none of them installed", fix=fix))
     return found
 
 
 def resolve(name: str) -> Adapter:
-    """The adapter of this name; its framework need not be installed. Raises PatchError if the adapter is missing."""
-    try:
-        importlib.import_module("jetrl_patch.adapters")
-    except ModuleNotFoundError as error:
-        if error.name != "jetrl_patch.adapters":
-            raise
-        what, found = "jetrl_patch.adapters", f"the source folder {os.path.dirname(__file__)}, which has no adapters"
-        fix = "install the clone with `pip install -e .`, or start Python from another folder"
-        raise PatchError(explain(what, required="an installed jetrl_patch", found=found, fix=fix)) from error
-    path = f"jetrl_patch.adapters.{name}.adapter"
-    try:
-        adapter: Adapter = importlib.import_module(path).ADAPTER
-    except (ModuleNotFoundError, AttributeError) as error:
-        missing = getattr(error, "name", None)
-        if missing not in (path, path.rpartition(".")[0], "ADAPTER"):
-            raise
-        raise PatchError(f"{path}:ADAPTER is missing. Reinstall jetrl_patch.") from error
-    return adapter
+    """The adapter of this name. Raises PatchError if there is none."""
+    for adapter in adapters():
+        if adapter.name == name:
+            return adapter
+    known, fix = ", ".join(adapter.name for adapter in adapters()), "install the package that offers it"
+    raise PatchError(explain("adapter", required=f"one of {known}", found=name, fix=fix))
 
 
 def models() -> Models:
     """The service that computes Hugging Face models as the trainer does."""
-    return _offered(resolve("transformers").services().models)
+    return _first(Adapter.models)
 
 
 def rollout() -> Rollout:
     """The rollout engine."""
-    return _offered(resolve("vllm").services().rollout)
+    return _first(Adapter.rollout)
 
 
 def platform() -> Platform:
     """The service that tells a CPU run from others."""
-    return _offered(resolve("cpu").services().platform)
+    return _first(Adapter.platform)
 
 
 def trainer(framework: str) -> Trainer:
-    """The training framework of this name: "verl" or "openrlhf"."""
-    return _offered(resolve(framework).services().trainer)
+    """The training framework of this name, a key of ``programs``."""
+    found = resolve(framework).trainer()
+    assert found is not None, f"{framework} does not train"
+    return found
 
 
 def merger() -> Merger:
-    """The service that merges the shards of a training checkpoint (verl's)."""
-    return _offered(resolve("verl").services().merger)
+    """The service that merges the shards of a training checkpoint."""
+    return _first(Adapter.merger)
 
 
-def _offered(service: T | None) -> T:
-    assert service is not None, "the adapter does not offer this service"
-    return service
+def _first(service: Callable[[Adapter], T | None]) -> T:
+    """What the first adapter with this service offers."""
+    for adapter in adapters():
+        found: T | None = getattr(adapter, service.__name__)()
+        if found is not None:
+            return found
+    raise PatchError(f"no adapter offers the service {service.__name__!r}. Reinstall jetrl_patch.")
+
+
+def _load(point: EntryPoint) -> Adapter:
+    if distribution(point).startswith(OURS):
+        _require_installed()
+    try:
+        found = point.load()
+    except Exception as error:
+        fix = "update or uninstall the package"
+        raise PatchError(
+            explain(f"adapter {point.name} of {distribution(point)}", required=point.value, found=repr(error), fix=fix)
+        ) from error
+    if not isinstance(found, Adapter):
+        what, required = f"adapter {point.name} of {distribution(point)}", "an instance of jetrl_patch.registry.Adapter"
+        raise PatchError(explain(what, required=required, found=repr(found), fix=f"correct {point.value}"))
+    return found
+
+
+def _require_installed() -> None:
+    """Raise PatchError if Python found the source folder, which has no adapters, in place of the installed package."""
+    if find_spec("jetrl_patch.adapters") is None:
+        found = f"the source folder {os.path.dirname(__file__)}, which has no adapters"
+        fix = "install the clone with `pip install -e .`, or start Python from another folder"
+        raise PatchError(explain("jetrl_patch.adapters", required="an installed jetrl_patch", found=found, fix=fix))

@@ -23,8 +23,7 @@ from jetrl_patch.patching.journal import raw_entry
 from jetrl_patch.patching.patch import find_target
 from jetrl_patch.session import plan
 
-NAMES = [name for name, needs in registry.ADAPTERS.items() if any(map(is_installed, needs))]
-ADAPTERS = [registry.resolve(name) for name in NAMES]
+ADAPTERS = registry.installed()
 
 def planned(config):
     return plan(config, ADAPTERS).planned
@@ -99,19 +98,14 @@ def test_every_attribute_is_the_identical_object_again() -> None:
                 assert dict(os.environ) == environ
 
         # and the same when a patch fails after all the real ones are in
-        class Last:
-            name, requires = "last", ()
-            def check(self, config): pass
-            def hooks(self, config): return ()
+        class Last(registry.Adapter):
+            name, order = "json", 99
             def patches(self, config):
                 def make(original): raise RuntimeError("in the middle")
                 return [Patch(module="json", attr="dumps", make=make, reason="", remove_when="")]
-            def on_apply(self, config, journal): pass
-            def on_undo(self): pass
 
-        real = registry.resolve
-        registry.resolve = lambda name: Last() if name == "last" else real(name)
-        registry.ADAPTERS = {**registry.ADAPTERS, "last": ("json",)}
+        theirs = registry.adapters()
+        registry.adapters = lambda: (*theirs, Last())
         try:
             runtime.enable(config)
         except PatchError as error:

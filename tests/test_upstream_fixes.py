@@ -40,8 +40,7 @@ NEEDED_BY = {
 
 def of(config: Config) -> list[Patch | OnImport]:
     """All that the adapters list for these settings, before ``upstream_fixes`` has its effect."""
-    adapters = [registry.resolve(name) for name in registry.ADAPTERS]
-    return [what for adapter in adapters for what in (*adapter.patches(config), *adapter.hooks(config))]
+    return [what for adapter in registry.adapters() for what in (*adapter.patches(config), *adapter.hooks(config))]
 
 
 def key(what: Patch | OnImport) -> str:

@@ -12,7 +12,7 @@ from jetrl_patch.adapters import cpu
 from jetrl_patch.adapters.cpu import openrlhf, verl
 from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.patching.guards import is_installed
-from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Platform
 
 #: set where the user has not; read by verl and vLLM in this process and its children
 ENVIRONMENT = {
@@ -32,6 +32,8 @@ class CpuAdapter(Adapter):
     """Registers a platform with verl, and applies the patches that verl and OpenRLHF need."""
 
     name: ClassVar[str] = "cpu"
+    frameworks: ClassVar[tuple[str, ...]] = ("vllm", "verl", "openrlhf")
+    order: ClassVar[int] = 2
 
     def patches(self, config: Config) -> Sequence[Patch]:
         if not cpu.is_cpu_run(config):
@@ -61,8 +63,8 @@ class CpuAdapter(Adapter):
         parts = {"verl": for_verl, "openrlhf": openrlhf.HOOKS}
         return tuple(hook for name, hooks in parts.items() if is_installed(name) for hook in hooks)
 
-    def services(self) -> Services:
-        return Services(platform=cpu)
+    def platform(self) -> Platform:
+        return cpu
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Set the environment of verl and vLLM. A user's value wins, unless it names another platform."""

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 from jetrl_patch.adapters.openrlhf import checkpoint
 from jetrl_patch.adapters.openrlhf.model import prepare
-from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem, reward_problems
+from jetrl_patch.adapters.openrlhf.settings import PROGRAM, chosen, complete, problems, program_problem, reward_problems
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
 from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
@@ -114,10 +113,10 @@ def _files(args: Any) -> Iterator[Place]:
 # syntax tree and run, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
 
 #: the program whose arguments can be read
-programs = (PROGRAMS["openrlhf"],)
+programs = (PROGRAM,)
 
 
-def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
+def read(arguments: Sequence[str], target: str = PROGRAM) -> Any:
     """Return the nested namespace that OpenRLHF's ``train`` gets.
 
     Raises ConfigError with the message of OpenRLHF's parser or of one of its checks.

@@ -15,7 +15,6 @@ from jetrl_patch import registry, session
 from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, vision
 from jetrl_patch.adapters.openrlhf.state import START, WORKER
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
 from jetrl_patch.patching.patch import replacement
@@ -331,17 +330,21 @@ def complete(args: Any, config: Config) -> list[str]:
     return changes
 
 
+#: OpenRLHF's main module for training with a rollout
+PROGRAM = registry.programs()["openrlhf"]
+
+
 def program_problem(target: str) -> JetrlError | None:
     """Return the error for a training program of OpenRLHF without a rollout; None for any other program."""
     module = ".".join(PurePath(target).with_suffix("").parts) if target.endswith(".py") else target
     trains = re.search(r"(^|\.)openrlhf\.cli\.train_\w+$", module)
-    if trains is None or module.endswith(PROGRAMS["openrlhf"]):
+    if trains is None or module.endswith(PROGRAM):
         return None
     return _without_rollout(trains[0].lstrip("."))
 
 
 def _without_rollout(where: str) -> ConfigError:
-    required, found = f"{PROGRAMS['openrlhf']}, which has a rollout", "training without a rollout (SFT, reward model, DPO)"
+    required, found = f"{PROGRAM}, which has a rollout", "training without a rollout (SFT, reward model, DPO)"
     return ConfigError(explain(f"jetrl_patch in {where}", required=required, found=found, fix="start it without jetrl_patch"))
 
 

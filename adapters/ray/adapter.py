@@ -112,6 +112,7 @@ class RayAdapter(Adapter):
     """Patches the workers of a driver that connects after ``enable()``, or stops the driver."""
 
     name: ClassVar[str] = "ray"
+    order: ClassVar[int] = 3
     requires: ClassVar[tuple[str, ...]] = ("ray",)
 
     def patches(self, config: Config) -> Sequence[Patch]:

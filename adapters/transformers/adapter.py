@@ -9,7 +9,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.patching.patch import needed, replacement
-from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
+from jetrl_patch.registry import Adapter, Config, Journal, Models, OnImport, Patch
 
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
 
@@ -62,12 +62,13 @@ class TransformersAdapter(Adapter):
     """Registers the plugin's attentions and experts. ``prepare_model`` converts a model."""
 
     name = "transformers"
+    order = 0
     requires = ("torch", "transformers")
 
-    def services(self) -> Services:
+    def models(self) -> Models:
         from jetrl_patch.adapters.transformers import parity
 
-        return Services(models=parity)
+        return parity
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Patch the search for packed rows in exact mode, and refuse unknown trainers."""

@@ -13,11 +13,10 @@ from jetrl_patch.adapters.verl.checkpoint import merge
 from jetrl_patch.adapters.verl.model import prepare
 from jetrl_patch.adapters.verl.preset import config_of as asked_for
 from jetrl_patch.adapters.verl.rollout import expert_parallel, tensor_parallel
+from jetrl_patch.adapters.verl.settings import PROGRAM, chosen, complete, problems, program_problem
 from jetrl_patch.adapters.verl.settings import TRAINERS as programs
-from jetrl_patch.adapters.verl.settings import chosen, complete, problems, program_problem
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, data_files, selector, whole
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
 from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
@@ -103,7 +102,7 @@ def _models(select: Select) -> Iterator[Place]:
         yield _place(select, f"{_REWARD}.model_path")
 
 
-def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:
+def read(arguments: Sequence[str], target: str = PROGRAM) -> Any:
     """Return the configuration of ``python -m TARGET ARGUMENTS``. Hydra's own options count too.
 
     Raises ConfigError with Hydra's message.
@@ -114,7 +113,7 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    trainer, program = (file_of("verl", *name.split(".")[1:-1]) for name in (PROGRAMS["verl"], target))
+    trainer, program = (file_of("verl", *name.split(".")[1:-1]) for name in (PROGRAM, target))
     if trainer is None or program is None:
         required = f"the program {target}"
         raise ConfigError(explain("verl in this environment", required=required, found="none", fix="install verl 0.9"))

@@ -31,7 +31,6 @@ from jetrl_patch.adapters.verl.yaml_settings import (
     whole,
 )  # fmt: skip
 from jetrl_patch.config import SETTINGS, Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.models.family import DROPOUTS
@@ -54,9 +53,10 @@ logger = logging.getLogger(__name__)
 
 # ---- Which of verl's programs the plugin supports ----
 
+PROGRAM = registry.programs()["verl"]
 #: the programs that train with the plugin -> the default name of their configuration, in the folder ``config`` next to them
 TRAINERS = {
-    PROGRAMS["verl"]: "ppo_trainer",
+    PROGRAM: "ppo_trainer",
     "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
 }
@@ -71,9 +71,9 @@ def program_problem(target: str) -> JetrlError | None:
     module = _module(target)
     if module in _SUPPORTED or not module.startswith(tuple(f"{package}." for package in _PROGRAMS)):
         return None
-    required = f"{PROGRAMS['verl']} or an asynchronous trainer (the plugin needs a policy and a rollout)"
+    required = f"{PROGRAM} or an asynchronous trainer (the plugin needs a policy and a rollout)"
     found = "another program of verl (supervised training, or generation alone)"
-    fix = f"use {PROGRAMS['verl']}, or start this program without jetrl_patch"
+    fix = f"use {PROGRAM}, or start this program without jetrl_patch"
     return ConfigError(explain(f"jetrl_patch in {module}", required=required, found=found, fix=fix))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.adapters.vllm.fixes import FIXES
 from jetrl_patch.patching.patch import needed, replacement
-from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
+from jetrl_patch.registry import Adapter, Config, Journal, Patch, Rollout
 
 
 @replacement
@@ -158,6 +158,7 @@ class VllmAdapter(Adapter):
     """Patches vLLM and fills its registries."""
 
     name = "vllm"
+    order = 1
     requires = ("torch", "vllm")
 
     def __init__(self) -> None:
@@ -165,10 +166,10 @@ class VllmAdapter(Adapter):
         self._session: tuple[Config, Journal] | None = None
         self._filled = False  # whether ``install`` has filled its registries
 
-    def services(self) -> Services:
+    def rollout(self) -> Rollout:
         from jetrl_patch.adapters.vllm import sample
 
-        return Services(rollout=sample)
+        return sample
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Keep the settings and the journal for ``install``, which fills the registries later."""

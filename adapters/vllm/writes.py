@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from jetrl_patch import registry
 from jetrl_patch.adapters.vllm.install import VllmInstaller
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import SyncError, explain
 from jetrl_patch.patching.attached import Attached
 from jetrl_patch.sync.receive import Receiver
@@ -28,7 +28,7 @@ def refuse_other_writes(receiver: Receiver, installer: VllmInstaller) -> None:
 
 def refused(receiver: Receiver, found: str) -> SyncError:
     """Stop the engine, and return the error about a write of its weights."""
-    required = f"a weight sync of jetrl_patch's own, from {' or '.join(PROGRAMS)}"
+    required = f"a weight sync of jetrl_patch's own, from {' or '.join(registry.programs())}"
     fix = "train with one of these, or run this program without jetrl_patch (JETRL_ENABLED=0)"
     error = SyncError(explain("the weights of a quantized rollout engine", required=required, found=found, fix=fix))
     receiver.refuse(error)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jetrl_patch import registry
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli import run as launch
 from jetrl_patch.config import SETTINGS, Config, environment
-from jetrl_patch.config.arguments import FLAG, split
+from jetrl_patch.config.arguments import FLAG, options
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_framework, check_python, require_torch
 from jetrl_patch.patching.guards import installed_version, is_installed
@@ -64,8 +65,8 @@ def _add_launcher(name: str, help: str) -> None:
 
 
 _add_launcher("run", "Run a program with the plugin in all its processes: jetrl run --fp8-unified (-m MODULE | SCRIPT) ARGS...")
-_add_launcher("verl", "Run verl's PPO/GRPO trainer: jetrl verl --fp8-unified ARGS...")
-_add_launcher("openrlhf", "Run OpenRLHF's Ray trainer: jetrl openrlhf --fp8-unified ARGS...")
+for _name, _program in registry.programs().items():
+    _add_launcher(_name, f"Run {_program}: jetrl {_name} --fp8-unified ARGS...")
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -93,7 +94,7 @@ def doctor(
     flags = [FLAG] if fp8_unified else []
     flags += [f"--{name}={value}" for name, value in (("precision", precision), ("align", align)) if value is not None]
     flags += [f"--set={pair}" for pair in set_ or ()]
-    overrides = split("verl", flags).overrides
+    overrides = options(flags)
     with Display("doctor") as progress:
         report = examine(overrides, command or (), progress)
     if as_json:
@@ -191,7 +192,7 @@ def _status(as_json: bool) -> int:
 
 def main() -> None:
     """Run the console script. A JetrlError is printed on one line of stderr, with exit status 2."""
-    if sys.argv[1:2] and sys.argv[1] in launch.COMMANDS:
+    if sys.argv[1:2] and sys.argv[1] in ("run", *registry.programs()):
         # bypass click, which would drop a lone `--` and catch the program's KeyboardInterrupt
         launch.main(sys.argv[1], sys.argv[2:])
         return

@@ -17,7 +17,7 @@ from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import SETTINGS, environment
-from jetrl_patch.config.arguments import FLAG, PROGRAMS, Launch, split
+from jetrl_patch.config.arguments import FLAG, Launch, split
 from jetrl_patch.config.environment import written
 from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH
 from jetrl_patch.errors import ConfigError, JetrlError, explain, reading
@@ -31,8 +31,9 @@ def program_problem(target: str) -> JetrlError | None:
     ``target`` is the dotted name of a module or the path of a script. This imports only the framework's adapter.
     """
     parts = re.split(r"[./\\\\]", target)
-    framework = next((name for name in PROGRAMS if name in parts), None)
-    return registry.trainer(framework).program_problem(target) if framework else None
+    framework = next((name for name in registry.programs() if name in parts), None)
+    trainer = registry.resolve(framework).trainer() if framework else None
+    return trainer.program_problem(target) if trainer is not None else None
 
 
 # ---- Run a program in this process, as ``python SCRIPT`` or ``python -m MODULE`` would -----------
@@ -97,9 +98,6 @@ def _run_script(path: str) -> None:
 
 # ---- The command line ----------------------------------------------------------------------------
 
-COMMANDS = ("run", *PROGRAMS)
-
-
 def _options() -> str:
     """The usage text's lines on options: one for each setting with an option of its own, and one for ``--set``."""
     lines = {FLAG: "FP8 on both sides; can also be given among ARGS, before a lone --"}
@@ -122,15 +120,20 @@ def _settings() -> str:
     return "\n".join(lines)
 
 
-USAGE = f"""\
+def usage() -> str:
+    """The text that ``jetrl run --help`` prints."""
+    programs = registry.programs()
+    lines = [f"{f'jetrl {name} [OPTIONS] ARGS...':37} the same as: jetrl run -m {module}" for name, module in programs.items()]
+    short = " or ".join(f"`jetrl {name}`" for name in programs)
+    also = "\n       ".join(lines)
+    return f"""\
 usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
-       jetrl verl [OPTIONS] ARGS...          the same as: jetrl run -m {PROGRAMS["verl"]}
-       jetrl openrlhf [OPTIONS] ARGS...      the same as: jetrl run -m {PROGRAMS["openrlhf"]}
+       {also}
 
 Run a program with the plugin enabled in all its processes. Without a precision the program runs unpatched.
 
 {_options()}
-  -h, --help                   show this text (after `jetrl verl` or `jetrl openrlhf`: the program's help)
+  -h, --help                   show this text (after {short}: the program's help)
 
 settings to decide on first:
 {_settings()}
@@ -141,15 +144,15 @@ ARGS reach the program byte for byte. Options override JETRL_* variables.
 
 
 def main(command: str, words: Sequence[str]) -> None:
-    """Run the program of a command line; ``command`` is one of ``COMMANDS``.
+    """Run the program of a command line; ``command`` is "run" or a training framework.
 
     An error before the program starts is printed on one line, with exit status 2. After that, output and exit status are
     the program's own.
     """
     try:
-        launch = split(command, words)
+        launch = split(command, words, registry.programs())
         if launch.help:
-            print(USAGE, end="")
+            print(usage(), end="")
             return
         prepare(launch.target, launch.is_module)
         if _wanted(launch):
@@ -188,8 +191,9 @@ def _say_unpatched(launch: Launch) -> None:
     """Print that nothing is patched, and why."""
     missing = f"no {FLAG}, no --precision and no {SETTINGS['precision'].variable}"
     why = f"{environment.SWITCH}=0" if environment.switched_off() else missing
-    # verl loads the plugin, which patches if verl's own configuration asks for it
-    unless = ", unless verl's configuration has a jetrl section" if launch.target == PROGRAMS["verl"] else ""
+    # a framework that loads the plugin itself may ask for it in its own configuration
+    theirs = [name for name, main in registry.programs().items() if main == launch.target and registry.resolve(name).loads_plugin]
+    unless = "".join(f", unless {name}'s configuration has a jetrl section" for name in theirs)
     _say(f"jetrl: {why}, so nothing is patched{unless}")
 
 

@@ -8,7 +8,7 @@ What looks like one of our options there is an error: a misspelt flag must not s
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,6 @@ _SWITCHES = {
     FLAG: ("precision", SETTINGS["precision"].default),
     **{found.flag: (found.name, True) for found in _OPTIONS if not found.option},
 }
-
-#: short forms: command -> module
-PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray"}
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,21 @@ class Launch:
     help: bool = False
 
 
-def split(command: str, words: Sequence[str]) -> Launch:
-    """Parse the words after ``jetrl COMMAND``, where the command is "run" or a key of ``PROGRAMS``.
+def options(words: Sequence[str]) -> dict[str, Any]:
+    """The fields of ``Config`` that jetrl's options set. Raises ConfigError for an unknown or contradictory one."""
+    settings = _Settings()
+    _take_options(words, settings, stop_at_unknown=False)
+    return settings.values
+
+
+def split(command: str, words: Sequence[str], programs: Mapping[str, str]) -> Launch:
+    """Parse the words after ``jetrl COMMAND``, where the command is "run" or a key of ``programs``, which has its module.
 
     Raises ConfigError for a missing program, an unknown option before it, one of ours or nearly so after it, or an unknown or
     contradictory setting.
     """
     settings = _Settings()
-    short = PROGRAMS.get(command, "")
+    short = programs.get(command, "")
     at = _take_options(words, settings, stop_at_unknown=bool(short))
     if at is None:
         return Launch(help=True)
@@ -64,7 +68,7 @@ def split(command: str, words: Sequence[str]) -> Launch:
     if FLAG in arguments[:end]:
         settings.add(*_SWITCHES[FLAG], FLAG)
     kept = [word for word in arguments[:end] if word != FLAG]
-    _check_not_ours(kept, command, (*_SWITCHES, *_VALUED) if target in PROGRAMS.values() else (FLAG,))
+    _check_not_ours(kept, command, (*_SWITCHES, *_VALUED) if target in programs.values() else (FLAG,))
     return Launch(target, is_module, (*kept, *arguments[end:]), settings.values)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
@@ -47,8 +48,15 @@ def is_installed(name: str) -> bool:
 
 
 def check_version(name: str) -> tuple[bool, str]:
-    """``(True, version)``, or ``(False, message)`` with the supported range, what was found and what to install."""
-    required, tested = SUPPORTED[name]
+    """``(True, version)``, or ``(False, message)`` with the supported range, what was found and what to install.
+
+    ``name`` is a key of ``SUPPORTED``, or a PEP 508 requirement with the supported range.
+    """
+    if name in SUPPORTED:
+        required, tested = SUPPORTED[name]
+    else:
+        requirement = Requirement(name)
+        name, required, tested = requirement.name, str(requirement.specifier), ""
     found = installed_version(name)
     if found is None:
         wrong = "a package without metadata" if is_installed(name) else "no installation"
@@ -61,7 +69,7 @@ def check_version(name: str) -> tuple[bool, str]:
     if not wrong:
         assert found is not None
         return True, found
-    fix = f"install {name}{required} (tested with {tested})"
+    fix = f"install {name}{required}" + f" (tested with {tested})" * bool(tested)
     return False, explain(name, required=f"version {required}", found=wrong, fix=fix)
 
 
@@ -72,7 +80,7 @@ def require_versions(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         ok, text = check_version(name)
         if ok:
-            versions[name] = text
+            versions[Requirement(name).name] = text
         else:
             wrong.append(text)
     if wrong:

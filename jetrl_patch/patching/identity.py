@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 
 from jetrl_patch._versions import VERSION
+from jetrl_patch.patching.discovery import outside
 
 #: suffixes of the files that compute
 SOURCES = (".py", ".c", ".h")
@@ -16,13 +17,16 @@ DIGITS = 12
 
 @functools.cache
 def identity() -> str:
-    """``VERSION+DIGEST``. Equal for a wheel and for the clone it was built from. A process keeps what it was when first asked."""
+    """``VERSION+DIGEST``, and the other packages that offer adapters. A process keeps what it was when first asked.
+
+    Equal for a wheel and for the clone it was built from.
+    """
     found = {f"{prefix}{path.relative_to(root).as_posix()}": path for prefix, root in _roots() for path in root.rglob("*")}
     digest = hashlib.sha256()
     for name, path in sorted(found.items()):
         if path.suffix in SOURCES:
             digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return f"{VERSION}+{digest.hexdigest()[:DIGITS]}"
+    return " with ".join([f"{VERSION}+{digest.hexdigest()[:DIGITS]}", *outside()])
 
 
 def _roots() -> list[tuple[str, Path]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+from jetrl_patch import registry
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
 
 #: top-level packages that train and build rollout engines of their own
@@ -26,6 +26,6 @@ def calling_package() -> str:
 
 def unknown_trainer(found: str, config: Config) -> ConfigError:
     """The error for a trainer that this version does not patch."""
-    what, required = f"precision={config.precision!r}", f"a trainer that jetrl_patch patches ({' or '.join(PROGRAMS)})"
+    what, required = f"precision={config.precision!r}", f"a trainer that jetrl_patch patches ({' or '.join(registry.programs())})"
     fix = "Train with one of these, or run this program without jetrl_patch (JETRL_ENABLED=0)"
     return ConfigError(explain(what, required=required, found=f"{found}, which would go on in its own precision", fix=fix))

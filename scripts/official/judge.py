@@ -17,7 +17,6 @@ from typing import Any
 from jetrl_patch import registry
 from jetrl_patch.cli.doctor.launch import recognise
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import MODES
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError
 from scripts.official import models
@@ -160,8 +159,8 @@ def _own_refusal(message: str, framework: str, workplace: Path) -> str:
 def _other_program(framework: str, target: str) -> str:
     """Why a program other than the framework's main one is refused."""
     refused = registry.trainer(framework).program_problem(target)
-    required = f"required {PROGRAMS[framework]}, found another program"
-    return str(refused) if refused is not None else f"{target}: {required}. Use {PROGRAMS[framework]}."
+    required = f"required {registry.programs()[framework]}, found another program"
+    return str(refused) if refused is not None else f"{target}: {required}. Use {registry.programs()[framework]}."
 
 
 def _problems(framework: str, settings: Any, config: Config, place: Path, workplace: Path) -> Iterator[Problem]:
@@ -235,7 +234,7 @@ def _videos(place: Path) -> str:
 
 
 def _asynchronous(framework: str, target: str, settings: Any) -> bool:
-    if target != PROGRAMS[framework]:
+    if target != registry.programs()[framework]:
         return True
     if framework == "verl":
         from omegaconf import OmegaConf

@@ -22,9 +22,9 @@ from examples.openrlhf.recipe import switches
 from examples.verl import data as verl_data
 from examples.verl.recipe import Follower as VerlFollower
 from examples.words import CHECKPOINT
+from jetrl_patch import registry
 from jetrl_patch.cli.doctor.launch import recognise
 from jetrl_patch.cli.report import summarize
-from jetrl_patch.config.arguments import PROGRAMS
 from scripts.official import shrink
 from scripts.official.judge import Judged
 from scripts.official.renamed import translated
@@ -50,7 +50,7 @@ class Shrunk(CommonRecipe):
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Start:
         arguments, _ = translated(self.framework, recognise(self.judged.launch.command).arguments)
-        module = PROGRAMS[self.framework]
+        module = registry.programs()[self.framework]
         given = self.judged.set_keys
         exports = {name: value for name, value in self.judged.launch.environ.items() if "CUDA" not in name}
         if self.framework == "verl":

@@ -62,7 +62,7 @@ def test_no_framework_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor(status=1)
     for name in ("verl", "openrlhf"):
         check = named(found, name)
-        assert check["state"] == "problem" and check["to_do"] == "install the framework that you train with: verl or openrlhf"
+        assert check["state"] == "problem" and check["to_do"] == "install the framework that you train with: openrlhf or verl"
     assert named(found, "deepspeed")["state"] == "skipped"
 
 

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jetrl_patch.config.arguments import FLAG, PROGRAMS, split
+from jetrl_patch import registry
+from jetrl_patch.config import arguments
+from jetrl_patch.config.arguments import FLAG, Launch
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.patching.guards import file_of
+
+
+def split(command: str, words: list[str]) -> Launch:
+    return arguments.split(command, words, registry.programs())
+
 
 #: words that a careless parser would take for an option of jetrl, Python or click, or would drop
 TRICKY = [
@@ -63,7 +70,7 @@ def parsed(command, words):
 @given(WORDS)
 def test_the_short_forms_are_the_long_ones(words):
     first = "trainer.n=1"
-    for command, module in PROGRAMS.items():
+    for command, module in registry.programs().items():
         head = ["--precision", "fp8-unified", "--set=exclude=a,b"]
         assert parsed(command, [*head, first, *words]) == parsed("run", [*head, "-m", module, first, *words])
     assert split("verl", ["--help"]).arguments == ("--help",)

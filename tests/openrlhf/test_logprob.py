@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import logprob, state
-from jetrl_patch.adapters.openrlhf.adapter import PATCHES
+from jetrl_patch.adapters.openrlhf.patches import PATCHES
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.exact import logprob as log_softmax

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from jetrl_patch.adapters.openrlhf import metrics, startup
-from jetrl_patch.adapters.openrlhf.adapter import PATCHES
+from jetrl_patch.adapters.openrlhf.patches import PATCHES
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError
 from tests.patches import applied

@@ -10,7 +10,7 @@ import pytest
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
-from jetrl_patch.adapters.openrlhf.adapter import PATCHES
+from jetrl_patch.adapters.openrlhf.patches import PATCHES
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, NotPatchedError
 from tests.models import save

@@ -10,7 +10,8 @@ from torch import nn
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import model as weights
-from jetrl_patch.adapters.openrlhf.adapter import ADAPTER, PATCHES
+from jetrl_patch.adapters.openrlhf.adapter import ADAPTER
+from jetrl_patch.adapters.openrlhf.patches import PATCHES
 from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import swap_linears

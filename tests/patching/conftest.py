@@ -43,8 +43,7 @@ def use(monkeypatch: pytest.MonkeyPatch, framework: Path) -> Callable[..., None]
     """Replace the real adapters with these."""
 
     def put(*adapters: Adapter) -> None:
-        monkeypatch.setattr(registry, "ADAPTERS", {str(i): ("fakefw",) for i in range(len(adapters))})
-        monkeypatch.setattr(registry, "resolve", lambda name: adapters[int(name)])
+        monkeypatch.setattr(registry, "adapters", lambda: adapters)
 
     return put
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from jetrl_patch import registry, session
+from jetrl_patch import session
 from jetrl_patch.config import environment as env
-from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, PatchError, VersionError
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, VersionError
 from jetrl_patch.patching import guards
 from jetrl_patch.registry import Config, Journal
 from tests.patching.fakes import ALL, Fake
@@ -107,8 +104,11 @@ def test_require_active(use: Any) -> None:
         session.require_active("the worker", Config(precision="bf16"))
 
 
-def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "ADAPTERS", {"x": ("no_such_framework",)})
+def test_nothing_to_patch_is_an_error(use: Any) -> None:
+    class Nowhere(Fake):
+        name = "no_such_framework"
+
+    use(Nowhere())
     with pytest.raises(VersionError, match=r"none of them installed.*pip install 'verl\[vllm\]'`"):
         session.enable()
 
@@ -131,22 +131,3 @@ def test_unsupported_versions_stop_before_anything_changes(
     with pytest.raises(VersionError, match=rf"{dist}: required version {required}, found .*{found}.*\. Install {dist}"):
         session.enable()
     assert adapter.calls == [] and session.status().failure.startswith(f"VersionError: {dist}: required version")
-
-
-def test_an_adapter_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, framework: Path) -> None:
-    monkeypatch.setattr(registry, "ADAPTERS", {"fakefw": ("fakefw",)})
-    with pytest.raises(PatchError, match=r"jetrl_patch\.adapters\.fakefw\.adapter:ADAPTER is missing"):
-        session.enable()
-
-
-def test_without_the_adapters_package_the_error_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
-
-    def import_module(name: str, package: str | None = None) -> ModuleType:
-        if name == "jetrl_patch.adapters":
-            raise ModuleNotFoundError("No module named 'jetrl_patch.adapters'", name="jetrl_patch.adapters")
-        return real(name, package)
-
-    monkeypatch.setattr(registry.importlib, "import_module", import_module)
-    with pytest.raises(PatchError, match=r"pip install -e \."):
-        registry.resolve("transformers")

@@ -20,9 +20,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import jetrl_patch.adapters.verl
+from jetrl_patch import registry
 from jetrl_patch.adapters.verl import rollout, settings
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.patching.guards import file_of
 from jetrl_patch.trainer.rules import Rule
 from scripts.official import keys
@@ -82,7 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[set[str], 
         for program in settings.TRAINERS:
             whole = composed(program, folder)
             names |= set(leaves("", OmegaConf.to_container(whole, resolve=False)))
-            first = program == PROGRAMS["verl"]
+            first = program == registry.programs()["verl"]
             for verl_config in (whole, *(composed(program, folder, more) for more in MORE if first)):
                 for mode in MODES if verl_config is whole and first else MODES[:1]:
                     settings.chosen(verl_config, mode)

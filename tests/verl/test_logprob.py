@@ -11,7 +11,7 @@ import torch
 from verl.utils import tensordict_utils as tu
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import adapter, compat, logprob
+from jetrl_patch.adapters.verl import compat, logprob, patches
 from jetrl_patch.config import Config
 
 from ..patches import applied
@@ -64,10 +64,10 @@ def test_verls_own_helper_is_neither(mode):
 )
 def test_other_modes_keep_verls_own(mode, config):
     mode(config)
-    patches = (adapter.TEMPERATURE, *adapter.PATCHES)
-    scaled = applied(logprob.scale_logits, patches, _original)
+    listed = (patches.TEMPERATURE, *patches.PATCHES)
+    scaled = applied(logprob.scale_logits, listed, _original)
     assert scaled(LOGITS, 1.0, is_unit_temperature=True) == "verl's own"
-    assert applied(logprob.logprobs_from_logits, patches, _original)(LOGITS, LABELS) == "verl's own"
+    assert applied(logprob.logprobs_from_logits, listed, _original)(LOGITS, LABELS) == "verl's own"
 
 
 def test_banned_tokens_leave_the_distribution_as_in_the_rollout(mode):
@@ -187,7 +187,7 @@ def test_verl_that_divides_in_line_gets_fp32_logits(mode, monkeypatch, installed
         found = logprob.prepare_model_outputs(in_line)(
             None, output, {"temperature_rmpad": torch.full((6,), temperature)}, {}, None
         )
-        assert any(patch is adapter.TEMPERATURE for patch in adapter.ADAPTER.patches(Config())) is not rounds
+        assert any(patch is patches.TEMPERATURE for patch in patches.patches(Config())) is not rounds
     finally:
         compat.wants_float_logits.cache_clear()
     got = logprob.logprobs_from_logits(_original)(found, LABELS)

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import jetrl_patch
-from jetrl_patch.adapters.verl import adapter, megatron, model, settings
+from jetrl_patch.adapters.verl import megatron, model, patches, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
@@ -280,7 +280,7 @@ def test_other_scales_in_the_environment_are_a_conflict(monkeypatch):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_its_patches_wait_only_where_megatron_is(monkeypatch, there):
-    monkeypatch.setattr(adapter, "is_installed", lambda name: there)
+    monkeypatch.setattr(patches, "is_installed", lambda name: there)
     attributes = {patch.attr for patch in ADAPTER.patches(LINEAR)}
     wanted = {"MegatronEngine._build_megatron_module", "MegatronEngine.get_per_tensor_param"}
     assert attributes & wanted == (wanted if there else set())

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import adapter, services, settings, ulysses, veomni
+from jetrl_patch.adapters.verl import patches, services, settings, ulysses, veomni
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
 from tests.models import config_of
@@ -138,9 +138,9 @@ def test_other_families_are_refused_with_the_reason():
 
 def test_patches_are_there_where_veomni_is(monkeypatch):
     for there in (True, False):
-        monkeypatch.setattr(adapter, "is_installed", lambda name: there and name == "veomni")  # noqa: B023
-        found = {patch.target for patch in adapter.ADAPTER.patches(LINEAR)}
-        assert {patch.target for patch in adapter.VEOMNI} <= found if there else not any("veomni" in name for name in found)
+        monkeypatch.setattr(patches, "is_installed", lambda name: there and name == "veomni")  # noqa: B023
+        found = {patch.target for patch in patches.patches(LINEAR)}
+        assert {patch.target for patch in patches.VEOMNI} <= found if there else not any("veomni" in name for name in found)
 
 
 def test_the_doctor_asks_for_flash_attention_where_veomni_uses_it(composed):

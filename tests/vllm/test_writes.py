@@ -55,7 +55,7 @@ def test_a_loop_of_the_users_own(checkpoint: Callable[..., str], engine: Callabl
     generate(llm, PROMPTS, 6, 0.0)  # plain inference
     worker, (write, at_once) = worker_of(llm), WRITES[way]
     if at_once:
-        with pytest.raises(SyncError, match="a weight sync of jetrl_patch's own, from verl or openrlhf, found a call of"):
+        with pytest.raises(SyncError, match="a weight sync of jetrl_patch's own, from openrlhf or verl, found a call of"):
             write(worker, weights_of(second))
     else:
         write(worker, weights_of(second))
@@ -86,7 +86,7 @@ def test_an_engine_that_another_trainer_builds(tmp_path: Path, package: str, pre
     if precision == "bf16":
         assert module.build(args).quant_config is None
         return
-    with pytest.raises(ConfigError, match=rf"a trainer that jetrl_patch patches \(verl or openrlhf\), found {package}, "):
+    with pytest.raises(ConfigError, match=rf"a trainer that jetrl_patch patches \(openrlhf or verl\), found {package}, "):
         module.build(args)
     assert args.quantization is None and args.dtype == "auto"
 

@@ -22,9 +22,12 @@ from jetrl_patch.trainer.rules import Check, from_error
 
 # ---- Compare the installed versions with the supported ones, and advise what the framework in use pins. Imports nothing
 
-#: framework -> what its runs need in addition to torch, transformers and vllm
-FRAMEWORKS = {"verl": ("verl", "ray"), "openrlhf": ("openrlhf", "ray", "deepspeed")}
 _ALWAYS = ("torch", "transformers", "vllm")
+
+
+def packages() -> dict[str, tuple[str, ...]]:
+    """Training framework -> what its runs need in addition to torch, transformers and vllm."""
+    return {name: registry.resolve(name).packages or (name,) for name in registry.programs()}
 
 
 def check_versions(framework: str | None) -> Iterator[Check]:
@@ -35,9 +38,10 @@ def check_versions(framework: str | None) -> Iterator[Check]:
     """
     ok, found = check_python()
     yield Check("python", "ok" if ok else "problem", found, "" if ok else "use a newer Python")
-    here = [name for name in FRAMEWORKS if guards.is_installed(name)]
+    known = packages()
+    here = [name for name in known if guards.is_installed(name)]
     used = [framework] if framework else here
-    needed = {*_ALWAYS, *(package for name in used for package in FRAMEWORKS[name])} if used else {*_ALWAYS, *FRAMEWORKS}
+    needed = {*_ALWAYS, *(package for name in used for package in known[name])} if used else {*_ALWAYS, *known}
     only = used[0] if len(used) == 1 else ""
     for name in SUPPORTED:
         pin = _pin(name, only, here)
@@ -52,10 +56,10 @@ def check_versions(framework: str | None) -> Iterator[Check]:
                 yield Check(name, "ok", finding)
         elif name in needed or guards.is_installed(name):
             finding, fix = split_fix(found)
-            if framework and name in FRAMEWORKS and name != framework:
+            if framework and name in known and name != framework:
                 finding += f"; this stops the plugin, although the command runs {framework}"
-            if not used and name in FRAMEWORKS:
-                fix = f"install the framework that you train with: {' or '.join(FRAMEWORKS)}"
+            if not used and name in known:
+                fix = f"install the framework that you train with: {' or '.join(known)}"
             yield Check(name, "problem", finding, pin or fix)
         else:
             yield Check(name, "skipped", f"not installed; only runs of {name} need it")
@@ -65,7 +69,7 @@ def check_versions(framework: str | None) -> Iterator[Check]:
 def stopped(found: Collection[Check]) -> dict[str, str]:
     """Framework -> the missing package that stops its runs, if runs of another installed framework would start."""
     missing = any(check.name == "deepspeed" and check.state == "warning" for check in found)
-    return {name: "deepspeed" for name, packages in FRAMEWORKS.items() if missing and "deepspeed" in packages}
+    return {name: "deepspeed" for name, needed in packages().items() if missing and "deepspeed" in needed}
 
 
 def _pin(name: str, framework: str, here: Collection[str]) -> str:
@@ -95,7 +99,7 @@ def _deepspeed(used: Collection[str], pin: str) -> Check:
     found = guards.installed_version("deepspeed")
     if found is not None:
         return Check("deepspeed", "ok", found)
-    needed = ["deepspeed" in FRAMEWORKS[name] for name in used]
+    needed = ["deepspeed" in packages()[name] for name in used]
     if not any(needed):
         return Check("deepspeed", "skipped", "not installed; only OpenRLHF needs it")
     finding, fix = "not installed, but OpenRLHF trains with it", pin or "install deepspeed"

@@ -34,8 +34,8 @@ _STYLES = {
 }  # fmt: skip
 #: the states of each part of the table; a line between two parts
 _PARTS = (("problem",), ("unknown", "warning"), ("change",), ("ok", "skipped"))
-#: the checks that say what a run would change, if they are ok
-_CHANGES = ("patches", *(f"{name} changes" for name in checks.FRAMEWORKS))
+#: how the names of the checks end that say what a run would change, if they are ok
+_CHANGES = ("patches", " changes")
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -45,7 +45,7 @@ def show(report: Report, console: Console | None = None) -> None:
     # a command that nothing switches on changes nothing
     enabled = all(check.state == "ok" for check in report.checks if check.name == "switched on")
     rows = [
-        ("change" if enabled and check.state == "ok" and check.name in _CHANGES else check.state, check)
+        ("change" if enabled and check.state == "ok" and check.name.endswith(_CHANGES) else check.state, check)
         for check in report.checks
     ]
     for part in _PARTS:
@@ -84,8 +84,8 @@ def _size(count: float) -> str:
 
 def _patches(report: Report) -> str:
     """The patches of this run, one line per package, without those of a framework that the command does not use."""
-    used = checks.FRAMEWORKS.get(report.framework or "", ())
-    idle = {package for packages in checks.FRAMEWORKS.values() for package in packages if used and package not in used}
+    used = checks.packages().get(report.framework or "", ())
+    idle = {package for packages in checks.packages().values() for package in packages if used and package not in used}
     found = [(re.split("[.:]", patch.target)[0], bool(patch.fixes)) for patch in report.patches]
     counts = Counter(package for package, _ in found if package not in idle)
     fixes = Counter(package for package, is_fix in found if is_fix)
@@ -104,9 +104,6 @@ def _patches(report: Report) -> str:
 
 
 # ---- Run all checks in order: versions, settings, machine, patches, and the command --------------
-
-_START = {"verl": "jetrl verl --fp8-unified …", "openrlhf": "jetrl openrlhf --fp8-unified …"}
-
 
 def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Progress = SILENT) -> Report:
     """Check everything and change nothing.
@@ -192,11 +189,15 @@ def _settings(
 
 def _arguments(report: Report, started: Started) -> Any:
     """The framework's own configuration; None if it cannot be read, which a check then explains."""
-    arguments, trainer = None, registry.trainer(started.framework) if started.framework else None
+    arguments, trainer = None, registry.resolve(started.framework).trainer() if started.framework else None
     if problem := program_problem(started.target):
         check = from_error("command", problem)
+    elif trainer is None and started.framework:
+        finding = f"the adapter of {started.framework} does not read its arguments, so they were not checked"
+        check = Check("command", "unknown", finding)
     elif trainer is None:
-        finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
+        known = " or ".join(registry.programs())
+        finding = f"{started.target or 'the command'} is not a program of {known}, so its arguments were not checked"
         check = Check("command", "unknown", finding)
     elif started.target not in trainer.programs:
         only = " and ".join(trainer.programs)
@@ -216,6 +217,7 @@ def _arguments(report: Report, started: Started) -> Any:
 
 def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool) -> Check:
     """Whether the command would run patched at all."""
+    start = f"jetrl {started.framework or 'run'}"
     name, by_environment, by_option = "switched on", _opted_in(environ), "precision" in started.overrides
     if by_option and not by_environment and environ.get(environment.SWITCH, "").strip():
         finding = f"the command sets a precision, but {environment.SWITCH}=0 disables the plugin"
@@ -225,14 +227,16 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
         return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
     if by_settings or (started.by_us and (by_environment or by_option)):
         return Check(name, "ok", "the command enables jetrl_patch")
-    if by_environment and started.framework == "verl":
+    loads = started.framework is not None and registry.resolve(started.framework).loads_plugin
+    if by_environment and loads:
         return Check(name, "ok", "the environment enables jetrl_patch")
     if by_environment:
         finding = "the environment enables jetrl_patch, but only vLLM and verl load it: half of the run would be unpatched"
-        return Check(name, "problem", finding, f"start it with `{_START.get(started.framework or '', 'jetrl run …')}`")
-    way = f"use `{_START.get(started.framework or '', 'jetrl run --fp8-unified …')}`"
-    fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else way
-    if started.framework is None or started.target not in registry.trainer(started.framework).programs:
+        return Check(name, "problem", finding, f"start it with `{start} …`")
+    way = f"use `{start} --fp8-unified …`"
+    fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if loads else way
+    trainer = registry.resolve(started.framework).trainer() if started.framework else None
+    if trainer is None or started.target not in trainer.programs:
         return Check(name, "unknown", "nothing enables jetrl_patch, unless the program calls jetrl_patch.enable()", fix)
     return Check(name, "problem", f"nothing enables jetrl_patch: {NOTHING}", fix)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config, environment
-from jetrl_patch.config.arguments import PROGRAMS, split
+from jetrl_patch.config.arguments import split
 from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.native import machine
 from jetrl_patch.registry import Needs, Place
@@ -72,9 +72,9 @@ class Started:
 
     @property
     def framework(self) -> str | None:
-        """The framework whose module the target is: "verl", "openrlhf", or None."""
+        """The training framework whose module the target is, or None."""
         root = self.target.partition(".")[0]
-        return root if root in PROGRAMS and not self.target.endswith(".py") else None
+        return root if root in registry.programs() and not self.target.endswith(".py") else None
 
 
 def recognise(command: Sequence[str]) -> Started:
@@ -100,9 +100,9 @@ def recognise(command: Sequence[str]) -> Started:
 
 
 def _ours(words: list[str]) -> Started:
-    if not words or words[0] not in ("run", *PROGRAMS):
+    if not words or words[0] not in ("run", *registry.programs()):
         return Started(" ".join(["jetrl", *words[:1]]), words[1:])
-    launch = split(words[0], words[1:])
+    launch = split(words[0], words[1:], registry.programs())
     target = launch.target if launch.is_module else _module_of(launch.target)
     return Started(target, list(launch.arguments), launch.overrides, by_us=True)
 
@@ -110,7 +110,7 @@ def _ours(words: list[str]) -> Started:
 def _module_of(script: str) -> str:
     """The module of a known program's script (``…/verl/trainer/main_ppo.py``); any other script stays a path."""
     dotted = ".".join(PurePath(script).with_suffix("").parts)
-    return next((module for module in PROGRAMS.values() if dotted.endswith(module)), script)
+    return next((module for module in registry.programs().values() if dotted.endswith(module)), script)
 
 
 # ---- What a launch needs on this machine: GPUs, models, data, the environment of its processes ----

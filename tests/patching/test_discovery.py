@@ -1,0 +1,124 @@
+"""How adapters are found: those of this package, those of others, and packages that offer something broken."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl_patch import registry, session
+from jetrl_patch.errors import PatchError, VersionError
+from jetrl_patch.patching import discovery
+from jetrl_patch.patching.identity import identity
+
+CACHES = (discovery.offered, discovery.programs, registry.adapters, identity)
+GOOD = """
+from jetrl_patch.registry import Adapter
+
+class FakeAdapter(Adapter):
+    name, requires = "fakefw", ("packaging>=20",)
+
+ADAPTER = FakeAdapter()
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Install a package whose one module offers an adapter."""
+    for cache in CACHES:
+        cache.cache_clear()
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source: str, *, name: str = "fakefw", package: str = "outside", attribute: str = "ADAPTER") -> None:
+        (tmp_path / f"{package}.py").write_text(source)
+        info = tmp_path / f"{package}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
+        points = f"[{discovery.GROUP}]\n{name} = {package}:{attribute}\n[{discovery.PROGRAMS}]\n{name} = fakefw.a\n"
+        (info / "entry_points.txt").write_text(points)
+        importlib.invalidate_caches()
+
+    yield write
+    for cache in CACHES:
+        cache.cache_clear()
+    for package in ("outside", "other"):
+        sys.modules.pop(package, None)
+
+
+def test_its_own_come_in_the_order_of_application() -> None:
+    assert [adapter.name for adapter in registry.adapters()] == ["transformers", "vllm", "cpu", "ray", "verl", "openrlhf"]
+
+
+def test_another_packages_adapter_comes_last_and_is_part_of_the_identity(install: Callable[..., None]) -> None:
+    alone = identity()
+    for cache in CACHES:
+        cache.cache_clear()
+    install(GOOD)
+    assert [adapter.name for adapter in registry.adapters()][-1] == "fakefw"
+    assert registry.programs()["fakefw"] == "fakefw.a" and registry.resolve("fakefw").trainer() is None
+    assert identity() == f"{alone} with outside 1.5"  # a worker without the package is refused by what it says it is
+    assert "fakefw" not in {adapter.name for adapter in registry.installed()}
+
+
+def test_it_is_applied_where_its_framework_is_installed(install: Callable[..., None], framework: Path) -> None:
+    install(GOOD)
+    assert registry.installed()[-1].name == "fakefw"
+    try:
+        assert session.enable(precision="bf16").versions["packaging"]
+    finally:
+        session.disable()
+
+
+def test_a_range_that_does_not_fit_is_a_version_error(install: Callable[..., None], framework: Path) -> None:
+    install(GOOD.replace("packaging>=20", "packaging>=2,<3"))
+    with pytest.raises(VersionError, match=r"packaging: required version <3,>=2, found .*\. Install packaging<3,>=2\."):
+        session.enable()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("import no_such_module", {}, "adapter fakefw of outside 1.5: required outside:ADAPTER, found .*no_such_module"),
+        ("", {}, "adapter fakefw of outside 1.5: required outside:ADAPTER, found AttributeError"),
+        ("ADAPTER = 3", {}, "required an instance of jetrl_patch.registry.Adapter, found 3. Correct outside:ADAPTER"),
+        (GOOD, {"name": "verl"}, "adapter verl: required one package that offers it, found .*outside 1.5"),
+    ],
+    ids=["import", "attribute", "type", "name"],
+)
+def test_a_broken_package_stops_the_run(install: Callable[..., None], source: str, options: dict[str, Any], says: str) -> None:
+    install(source, **options)
+    with pytest.raises(PatchError, match=says):
+        session.enable()
+    assert not session.is_active()
+
+
+def test_an_unknown_name_lists_the_known(install: Callable[..., None]) -> None:
+    with pytest.raises(PatchError, match=r"required one of transformers, .*, openrlhf, found trl"):
+        registry.resolve("trl")
+
+
+def test_an_installation_without_entry_points_says_how_to_renew_it(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "entry_points", lambda group: ())
+    with pytest.raises(PatchError, match=r"registers its adapters .*found none\. Run `pip install -e \.`"):
+        registry.installed()
+
+
+def test_a_source_folder_without_adapters_is_named_as_such(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    with pytest.raises(PatchError, match=r"the source folder .*pip install -e \."):
+        registry.adapters()
+
+
+def test_adapters_import_nothing_heavy() -> None:
+    code = "import sys; from jetrl_patch import registry; registry.adapters(); print({'torch', 'vllm', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
