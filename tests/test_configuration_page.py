@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.cli.run import USAGE
+from jetrl_patch.cli.run import usage
 from jetrl_patch.config import SETTINGS, Config, environment
-from jetrl_patch.config.arguments import split
+from jetrl_patch.config.arguments import options as parsed
 from jetrl_patch.config.fields import FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,11 +38,12 @@ def test_every_setting_is_there_with_its_variable_its_key_and_its_meaning(script
 
 def test_the_settings_that_matter_first_are_named_first_everywhere() -> None:
     page = TEXT[TEXT.index("## All settings") : TEXT.index("<!-- options -->")]
-    for text, quote in ((Config.__doc__ or "", "``"), (page, "`"), (USAGE[USAGE.index("settings to decide on first") :], " ")):
+    options = usage()[usage().index("settings to decide on first") :]
+    for text, quote in ((Config.__doc__ or "", "``"), (page, "`"), (options, " ")):
         places = [text.index(f"{quote}{name}{quote}") for name in FIRST]
         assert places == sorted(places)
     others = [name for name in SETTINGS if name not in FIRST]
-    assert all(f"``{name}``" in (Config.__doc__ or "") and name in USAGE for name in others)
+    assert all(f"``{name}``" in (Config.__doc__ or "") and name in usage() for name in others)
     assert len(FIRST) == 8
 
 
@@ -57,5 +58,5 @@ def test_the_command_line_forms_are_understood() -> None:
             text, wanted = "0.5", 0.5
         if name == "upstream_fixes":  # None by default
             text, wanted = "0", False
-        assert split("verl", ["--set", f"{name}={text}"]).overrides == {name: wanted}
-    assert split("verl", ["--fp8-unified"]).overrides == split("verl", ["--precision", "fp8-unified"]).overrides
+        assert parsed(["--set", f"{name}={text}"]) == {name: wanted}
+    assert parsed(["--fp8-unified"]) == parsed(["--precision", "fp8-unified"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl_patch.config import Config
-from jetrl_patch.config.arguments import split
+from jetrl_patch.config.arguments import options
 from jetrl_patch.errors import ConfigError
 
 
@@ -80,5 +80,5 @@ def test_the_environment_carries_them(precision: Any, smoothing: Any, invariant_
 def test_text_that_is_no_number() -> None:
     with pytest.raises(ConfigError, match="JETRL_SMOOTHING='much' is not a number"):
         Config.from_env({"JETRL_PRECISION": "int8-rollout", "JETRL_SMOOTHING": "much"})
-    found = split("verl", ["--precision", "int8-rollout", "--set", "smoothing=0.8"]).overrides
+    found = options(["--precision", "int8-rollout", "--set", "smoothing=0.8"])
     assert Config(**found) == Config(precision="int8-rollout", smoothing=0.8)
