@@ -95,11 +95,11 @@ class ProcessRun:
 
 def remove_dead_locks() -> None:
     """Remove the locks of C++ extensions that no process holds: those of tests killed while DeepSpeed was building."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    locks = {str(lock.resolve()): lock for lock in root.glob("**/lock")}  # before the processes: a later lock may be held
     held = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             held.add(os.readlink(link))
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    for lock in root.glob("**/lock"):
-        if str(lock.resolve()) not in held:
-            lock.unlink(missing_ok=True)
+    for lock in (lock for path, lock in locks.items() if path not in held):
+        lock.unlink(missing_ok=True)
