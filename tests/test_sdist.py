@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_wheel import ROOT, run
+from tests.wheels import build, install, run
 
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+ROOT = Path(__file__).resolve().parent.parent
 
 #: quick tests that between them read every kind of file a distribution might lack
 TESTS = ("tests/test_config.py", "tests/test_configuration_page.py", "tests/test_readme.py", "tests/docs/test_project.py",
@@ -51,10 +51,7 @@ def test_every_file_of_the_repository_is_in_it(unpacked: Path) -> None:
 
 
 def test_its_tests_pass_against_the_wheel_that_it_builds(unpacked: Path, tmp_path: Path) -> None:
-    run(*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(unpacked), cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    target = tmp_path / "target"
-    run(*PIP, "install", "--quiet", "--no-deps", "--target", str(target), str(wheel), cwd=tmp_path)
+    target = install(build(unpacked, tmp_path), tmp_path / "target")
     # -P keeps the source folder, which has no adapters, off the path before the installed package
     code = f"import sys; sys.path[:0] = [{str(target)!r}, {str(unpacked)!r}]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,15 +11,9 @@ import pytest
 
 from jetrl_patch._versions import VERSION
 from jetrl_patch.patching.identity import identity
+from tests.wheels import build, install, run
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def run(*command: str, cwd: Path) -> str:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JETRL_", "COV"))}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +23,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "LICENSE", "jetrl_patch", "adapters"):
         run("cp", "-r", str(ROOT / name), str(copy), cwd=folder)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy), cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build(copy, folder)
 
 
 @pytest.fixture(scope="module")
 def target(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel), cwd=folder)
-    return folder
+    return install(wheel, tmp_path_factory.mktemp("target"))
 
 
 def test_the_wheel_has_every_file(wheel: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from examples.words import CHECKPOINT
+from tests.wheels import build, install
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -30,15 +31,10 @@ def run(*words: str, path: Path | None = None, **environ: str) -> subprocess.Com
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, from its wheel."""
-    source, target = tmp_path_factory.mktemp("source") / "own_adapter", tmp_path_factory.mktemp("target")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "own_adapter"
     shutil.copytree(ROOT / "examples" / "own_adapter", source, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    built = run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(source), str(source))
-    assert built.returncode == 0, built.stderr
-    (wheel,) = source.glob("tinyrl-1.0-*.whl")
-    done = run(*pip, "install", "--quiet", "--no-deps", "--target", str(target), str(wheel))
-    assert done.returncode == 0, done.stderr
-    return target
+    return install(build(source, folder), folder / "target")
 
 
 def steps(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
