@@ -56,6 +56,6 @@ setup(
             f"{path.parent.name} = jetrl_patch.adapters.{path.parent.name}.adapter:ADAPTER"
             for path in sorted((ROOT / "adapters").glob("*/adapter.py"))
         ],
-        "jetrl_patch.programs": ["verl = verl.trainer.main_ppo", "openrlhf = openrlhf.cli.train_ppo_ray"],
+        "jetrl_patch.programs": [f"{name} = {module}" for name, module in table["PROGRAMS"].items()],
     },
 )

@@ -15,6 +15,9 @@ SUPPORTED = {
     "ray": (">=2.41,<3", "2.60.0"),
 }
 
+#: training framework -> its main module; the entry points ``jetrl_patch.programs``
+PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray"}
+
 CORE_REQUIREMENTS = ["wrapt>=1.16", "packaging>=23", "typer>=0.12", "rich>=13"]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from jetrl_patch.config import Config as Config
 from jetrl_patch.errors import JetrlError, PatchError, VersionError, explain
-from jetrl_patch.patching.discovery import OURS, distribution, offered
+from jetrl_patch.patching.discovery import distribution, is_ours, offered
 from jetrl_patch.patching.discovery import programs as programs
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.journal import Journal as Journal
@@ -325,17 +325,17 @@ def resolve(name: str) -> Adapter:
 
 def models() -> Models:
     """The service that computes Hugging Face models as the trainer does."""
-    return _first(Adapter.models)
+    return _first(lambda adapter: adapter.models())
 
 
 def rollout() -> Rollout:
     """The rollout engine."""
-    return _first(Adapter.rollout)
+    return _first(lambda adapter: adapter.rollout())
 
 
 def platform() -> Platform:
     """The service that tells a CPU run from others."""
-    return _first(Adapter.platform)
+    return _first(lambda adapter: adapter.platform())
 
 
 def trainer(framework: str) -> Trainer:
@@ -347,30 +347,29 @@ def trainer(framework: str) -> Trainer:
 
 def merger() -> Merger:
     """The service that merges the shards of a training checkpoint."""
-    return _first(Adapter.merger)
+    return _first(lambda adapter: adapter.merger())
 
 
 def _first(service: Callable[[Adapter], T | None]) -> T:
     """What the first adapter with this service offers."""
     for adapter in adapters():
-        found: T | None = getattr(adapter, service.__name__)()
+        found = service(adapter)
         if found is not None:
             return found
-    raise PatchError(f"no adapter offers the service {service.__name__!r}. Reinstall jetrl_patch.")
+    raise PatchError("no adapter offers this service. Reinstall jetrl_patch.")
 
 
 def _load(point: EntryPoint) -> Adapter:
-    if distribution(point).startswith(OURS):
+    if is_ours(point):
         _require_installed()
+    what = f"adapter {point.name} of {distribution(point)}"
     try:
         found = point.load()
     except Exception as error:
         fix = "update or uninstall the package"
-        raise PatchError(
-            explain(f"adapter {point.name} of {distribution(point)}", required=point.value, found=repr(error), fix=fix)
-        ) from error
+        raise PatchError(explain(what, required=point.value, found=repr(error), fix=fix)) from error
     if not isinstance(found, Adapter):
-        what, required = f"adapter {point.name} of {distribution(point)}", "an instance of jetrl_patch.registry.Adapter"
+        required = "an instance of jetrl_patch.registry.Adapter"
         raise PatchError(explain(what, required=required, found=repr(found), fix=f"correct {point.value}"))
     return found
 

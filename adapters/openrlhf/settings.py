@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import registry, session
+from jetrl_patch._versions import PROGRAMS
 from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, vision
 from jetrl_patch.adapters.openrlhf.state import START, WORKER
 from jetrl_patch.config import Config
@@ -331,7 +332,7 @@ def complete(args: Any, config: Config) -> list[str]:
 
 
 #: OpenRLHF's main module for training with a rollout
-PROGRAM = registry.programs()["openrlhf"]
+PROGRAM = PROGRAMS["openrlhf"]
 
 
 def program_problem(target: str) -> JetrlError | None:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import registry, session
+from jetrl_patch._versions import PROGRAMS
 from jetrl_patch.adapters.verl import checkpoint, logprob, lora, megatron, precision, rollout, ulysses, veomni, vision
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 # ---- Which of verl's programs the plugin supports ----
 
-PROGRAM = registry.programs()["verl"]
+PROGRAM = PROGRAMS["verl"]
 #: the programs that train with the plugin -> the default name of their configuration, in the folder ``config`` next to them
 TRAINERS = {
     PROGRAM: "ppo_trainer",

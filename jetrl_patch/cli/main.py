@@ -18,6 +18,7 @@ from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG, options
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_framework, check_python, require_torch
+from jetrl_patch.patching.discovery import offered
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.patching.identity import identity
 from jetrl_patch.progress import Display
@@ -197,6 +198,7 @@ def main() -> None:
         launch.main(sys.argv[1], sys.argv[2:])
         return
     try:
+        offered()  # without them the frameworks' commands are missing, which has a better reason than "no such command"
         app()
     except JetrlError as error:
         print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)

@@ -24,7 +24,7 @@ def offered() -> dict[str, EntryPoint]:
         if other.value != point.value:
             both, fix = f"{distribution(other)} and {distribution(point)}", "uninstall one of them"
             raise PatchError(explain(f"adapter {point.name}", required="one package that offers it", found=both, fix=fix))
-    if not any(map(_is_ours, found.values())):
+    if not any(map(is_ours, found.values())):
         required, fix = f"an installation that registers its adapters ({GROUP})", "run `pip install -e .` in the clone (again)"
         raise PatchError(explain("jetrl_patch", required=required, found="none", fix=fix))
     return found
@@ -33,13 +33,13 @@ def offered() -> dict[str, EntryPoint]:
 @functools.cache
 def programs() -> dict[str, str]:
     """Training framework -> its main module, this package's first."""
-    found = sorted(entry_points(group=PROGRAMS), key=lambda point: (not _is_ours(point), point.name))
+    found = sorted(entry_points(group=PROGRAMS), key=lambda point: (not is_ours(point), point.name))
     return {point.name: point.value for point in found}
 
 
 def outside() -> list[str]:
     """The other packages that offer adapters, as "NAME VERSION"."""
-    return sorted({distribution(point) for point in offered().values() if not _is_ours(point)})
+    return sorted({distribution(point) for point in offered().values() if not is_ours(point)})
 
 
 def distribution(point: EntryPoint) -> str:
@@ -47,5 +47,6 @@ def distribution(point: EntryPoint) -> str:
     return f"{point.dist.name.replace('-', '_')} {point.dist.version}" if point.dist is not None else point.value
 
 
-def _is_ours(point: EntryPoint) -> bool:
+def is_ours(point: EntryPoint) -> bool:
+    """Whether this package offers it."""
     return distribution(point).partition(" ")[0] == OURS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield write
     for cache in CACHES:
         cache.cache_clear()
-    for package in ("outside", "other"):
+    for package in ("outside", "jetrl_patch_more"):
         sys.modules.pop(package, None)
 
 
@@ -108,6 +109,26 @@ def test_an_installation_without_entry_points_says_how_to_renew_it(
     monkeypatch.setattr(discovery, "entry_points", lambda group: ())
     with pytest.raises(PatchError, match=r"registers its adapters .*found none\. Run `pip install -e \.`"):
         registry.installed()
+
+
+@pytest.mark.parametrize("entry", ["verl", "vllm"])
+def test_the_frameworks_plugins_stop_too(entry: str) -> None:
+    """verl goes on without a plugin whose import fails with an Exception, so looking for adapters must not fail there."""
+    old = "import importlib.metadata as m; m.entry_points = lambda **_: ()"
+    code = f"{old}; import jetrl_patch.adapters.{entry}.entry as e; e.register()"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    environ["JETRL_PRECISION"] = "fp8-unified"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    raised = "PluginFailed: PatchError" if entry == "verl" else "jetrl_patch.errors.PatchError"
+    assert done.returncode == 1 and raised in last and "registers its adapters" in last and "pip install -e ." in last
+
+
+def test_a_package_whose_name_begins_like_ours_is_another(install: Callable[..., None]) -> None:
+    install(GOOD, package="jetrl_patch_more")
+    assert discovery.outside() == ["jetrl_patch_more 1.5"]
+    points = discovery.offered()
+    assert discovery.is_ours(points["verl"]) and not discovery.is_ours(points["fakefw"])
 
 
 def test_a_source_folder_without_adapters_is_named_as_such(

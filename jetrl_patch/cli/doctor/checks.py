@@ -20,7 +20,7 @@ from jetrl_patch.patching import guards
 from jetrl_patch.session import PatchStatus
 from jetrl_patch.trainer.rules import Check, from_error
 
-# ---- Compare the installed versions with the supported ones, and advise what the framework in use pins. Imports nothing
+# ---- Compare the installed versions with the supported ones, and advise what the framework pins. Imports no framework
 
 _ALWAYS = ("torch", "transformers", "vllm")
 
@@ -63,7 +63,7 @@ def check_versions(framework: str | None) -> Iterator[Check]:
             yield Check(name, "problem", finding, pin or fix)
         else:
             yield Check(name, "skipped", f"not installed; only runs of {name} need it")
-    yield _deepspeed(used, _pin("deepspeed", only, here))
+    yield _deepspeed([known[name] for name in used], _pin("deepspeed", only, here))
 
 
 def stopped(found: Collection[Check]) -> dict[str, str]:
@@ -94,12 +94,15 @@ def _required(framework: str, name: str, extra: str = "") -> SpecifierSet:
     return found
 
 
-def _deepspeed(used: Collection[str], pin: str) -> Check:
-    """Check DeepSpeed. jetrl_patch supports whatever version the installed OpenRLHF requires."""
+def _deepspeed(used: Collection[Collection[str]], pin: str) -> Check:
+    """Check DeepSpeed. jetrl_patch supports whatever version the installed OpenRLHF requires.
+
+    ``used`` has the packages of each framework in use.
+    """
     found = guards.installed_version("deepspeed")
     if found is not None:
         return Check("deepspeed", "ok", found)
-    needed = ["deepspeed" in packages()[name] for name in used]
+    needed = ["deepspeed" in names for names in used]
     if not any(needed):
         return Check("deepspeed", "skipped", "not installed; only OpenRLHF needs it")
     finding, fix = "not installed, but OpenRLHF trains with it", pin or "install deepspeed"

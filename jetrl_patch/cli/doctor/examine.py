@@ -84,8 +84,9 @@ def _size(count: float) -> str:
 
 def _patches(report: Report) -> str:
     """The patches of this run, one line per package, without those of a framework that the command does not use."""
-    used = checks.packages().get(report.framework or "", ())
-    idle = {package for packages in checks.packages().values() for package in packages if used and package not in used}
+    known = checks.packages()
+    used = known.get(report.framework or "", ())
+    idle = {package for packages in known.values() for package in packages if used and package not in used}
     found = [(re.split("[.:]", patch.target)[0], bool(patch.fixes)) for patch in report.patches]
     counts = Counter(package for package, _ in found if package not in idle)
     fixes = Counter(package for package, is_fix in found if is_fix)
