@@ -51,6 +51,7 @@ setup(
     entry_points={
         "console_scripts": ["jetrl = jetrl_patch.cli.main:main"],
         "vllm.general_plugins": ["jetrl_patch = jetrl_patch.adapters.vllm.entry:register"],
+        "torch.backends": ["jetrl_patch = jetrl_patch.adapters.torch.entry:register"],
         "verl.plugins": ["jetrl_patch = jetrl_patch.adapters.verl.entry"],
         "jetrl_patch.adapters": [
             f"{path.parent.name} = jetrl_patch.adapters.{path.parent.name}.adapter:ADAPTER"

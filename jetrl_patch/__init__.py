@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         SyncError,
         VersionError,
     )
-    from jetrl_patch.session import Status, disable, enable, status
+    from jetrl_patch.session import disable, enable, status
+    from jetrl_patch.snapshot import Status
 
 __all__ = [
     "AuditError", "Config", "ConfigError", "ConflictError", "JetrlError", "ModelError", "NotPatchedError", "PatchError",
@@ -38,7 +39,7 @@ __all__ = [
 
 _HOME = {
     "Config": "jetrl_patch.config",
-    "Status": "jetrl_patch.session",
+    "Status": "jetrl_patch.snapshot",
     "enable": "jetrl_patch.session",
     "disable": "jetrl_patch.session",
     "status": "jetrl_patch.session",

@@ -64,6 +64,19 @@ class NotPatchedError(JetrlError):
     """A process that should be patched is not."""
 
 
+class PluginFailed(BaseException):
+    """Raised by an entry point if this process could not be patched; its cause says why. A host catches every ``Exception``."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def instead(cls) -> Iterator[None]:
+        """Raise it in place of any Exception."""
+        try:
+            yield
+        except Exception as error:
+            raise cls(f"{type(error).__name__}: {error}") from error
+
+
 def explain(what: str, *, required: object, found: object, fix: str) -> str:
     """Word a message as ``what: required ..., found .... Fix.``
 

@@ -251,8 +251,8 @@ class Adapter:
     requires: ClassVar[tuple[str, ...]] = ()
     #: packages that only this framework's runs need, its own first; the doctor checks them
     packages: ClassVar[tuple[str, ...]] = ()
-    #: whether the framework itself loads the plugin in the driver, so that the environment alone enables it
-    loads_plugin: ClassVar[bool] = False
+    #: whether the framework's own configuration can enable the plugin
+    has_section: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
         """Raise a JetrlError if the run is certain to fail. Change nothing."""

@@ -9,16 +9,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from jetrl_patch import registry
-from jetrl_patch.config import Config, environment
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, differences, explain
-from jetrl_patch.models.structure import units
+from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain
 from jetrl_patch.patching.guards import require_versions
 from jetrl_patch.patching.identity import identity
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_on_import, apply_patch, require_target, watch
+from jetrl_patch.snapshot import PatchStatus, Status
 
 # ---- The active settings of this process, and what a run notes for ``status()`` -------------------
 
@@ -38,6 +38,7 @@ _session: Session | None = None  # set last: readers only ever see a complete se
 _starting: Config | None = None  # the config of an enable() that is running in this process
 _failure = ""  # why the last session failed; empty if it did not
 _notes = Notes()
+_looking = False  # whether entry points leave this process alone
 
 
 def is_active() -> bool:
@@ -78,13 +79,9 @@ def require_active(where: str = "this process", expected: Config | None = None) 
         raise NotPatchedError(explain(what, required="a process that jetrl_patch has patched", found=found, fix=fix))
     if expected is not None and expected.resolved() != session.config:
         fix = "use the same settings in every process of the run"
-        raise _conflict(f"settings of {where}", expected.resolved(), session.config, fix)
+        wanted, active = dataclasses.asdict(expected.resolved()), dataclasses.asdict(session.config)
+        raise ConflictError(differences(f"settings of {where}", required=wanted, found=active, fix=fix))
     return session.config
-
-
-def _conflict(what: str, required: Config, found: Config, fix: str) -> ConflictError:
-    theirs, ours = dataclasses.asdict(required), dataclasses.asdict(found)
-    return ConflictError(differences(what, required=theirs, found=ours, fix=fix))
 
 
 def run_notes() -> Notes:
@@ -100,95 +97,6 @@ def register(
         noted.update(dict.fromkeys(names))
     if backend:
         _notes.backend, _notes.attention = backend, attention
-
-
-# ---- The status of a process, as data and as a readable table -------------------------------------
-
-@dataclass(frozen=True)
-class PatchStatus:
-    """One change.
-
-    Attributes:
-        state: "applied", or "waiting" for the import of its module.
-        target, reason, remove_when, upstream, fixes, needed_by: those of the ``Patch``.
-    """
-
-    target: str
-    state: Literal["applied", "waiting"]
-    reason: str
-    remove_when: str
-    upstream: str = ""
-    fixes: str = ""
-    needed_by: str = ""
-
-    @classmethod
-    def of(cls, what: Patch | OnImport, state: Literal["applied", "waiting"]) -> PatchStatus:
-        """The status of a planned change."""
-        return cls(what.target, state, what.reason, what.remove_when, what.upstream, what.fixes, what.needed_by)
-
-
-@dataclass(frozen=True)
-class Status:
-    """A snapshot of one process.
-
-    Attributes:
-        enabled: whether the process is patched.
-        config: the active settings; None if it is not patched.
-        pid: the process id.
-        versions: framework -> installed version; ``jetrl_patch`` -> version and digest of the sources.
-        patches: the changes, applied or waiting.
-        layers: names of the layers in FP8.
-        cut: names of the layers in BF16 because the rollout's tensor parallelism cuts one of their blocks (``on_cut``).
-        guarded: names of the layers that the precision guard took out of FP8.
-        backend: the GEMM backend.
-        attention: the exact attention, if it is not the backend's own; else empty.
-        failure: why the last session of the process failed; empty if it did not.
-    """
-
-    enabled: bool
-    config: Config | None
-    pid: int
-    versions: Mapping[str, str] = field(default_factory=dict)
-    patches: tuple[PatchStatus, ...] = ()
-    layers: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
-    guarded: tuple[str, ...] = ()
-    backend: str = ""
-    attention: str = ""
-    failure: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dicts, tuples and text, for JSON or another process."""
-        return dataclasses.asdict(self)
-
-    @property
-    def upstream_fixes(self) -> tuple[PatchStatus, ...]:
-        """The fixes for other projects' bugs among ``patches``."""
-        return tuple(patch for patch in self.patches if patch.fixes)
-
-    def __str__(self) -> str:
-        config = self.config
-        if config is None:
-            return f"jetrl_patch: off in process {self.pid}" + (f" ({self.failure})" if self.failure else "")
-        lines = [
-            f"jetrl_patch: on in process {self.pid}",
-            f"  precision {config.precision}, align {config.resolved_align}",
-            f"  scales    {config.scale_format}, backend {self.backend}" + f", attention {self.attention}" * bool(self.attention),
-            "  versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            f"  layers    {len(self.layers)} in FP8" + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
-        ]
-        if self.cut:
-            lines.append(f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
-        if self.guarded:
-            lines.append(f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(units(self.guarded))}")
-        own = [patch for patch in self.patches if not patch.fixes]
-        width = max((len(patch.target) for patch in self.patches), default=0)
-        lines.append(f"  patches   {len(own)}")
-        lines += [f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}" for patch in own]
-        fixes = self.upstream_fixes
-        lines.append(f"  upstream  {len(fixes)} fixes for bugs of other projects, upstream_fixes={config.fixes_upstream}")
-        lines += [f"    {p.state:7}  {p.target:{width}}  {p.fixes}: {p.reason} ({p.upstream})" for p in fixes]
-        return "\n".join(lines)
 
 
 # ---- The plan of one ``enable()``: check it, apply it, undo it -----------------------------------
@@ -307,15 +215,14 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     """
     global _session, _starting, _failure
     environment.check_names()
-    asked = Config.given(config, overrides)
+    asked = _asked(config, overrides)
     wanted = asked.resolved()
     with _lock:
         current = _session.config if _session is not None else _starting
         if current is not None:
             if current == wanted:
                 return status()
-            fix = "call disable() first, or use the same settings"
-            raise _conflict("enable() in a process that is already enabled", wanted, current, fix)
+            raise _already_enabled(dataclasses.asdict(wanted), current)
         _starting = wanted
         session: Session | None = None
         try:
@@ -330,6 +237,23 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
             _starting = None
         _session, _failure = session, ""
         return status()
+
+
+def _asked(config: Config | None, overrides: Mapping[str, Any]) -> Config:
+    """The settings that a caller of ``enable()`` asks for. Raises ConfigError, or ConflictError in a process that is enabled."""
+    try:
+        return Config.given(config, overrides)
+    except ConfigError:
+        # an enabled process has all its settings in its environment, which the caller's may contradict
+        if _session is not None and config is None and set(overrides) <= set(SETTINGS):
+            raise _already_enabled(overrides, _session.config) from None
+        raise
+
+
+def _already_enabled(wanted: Mapping[str, Any], current: Config) -> ConflictError:
+    found = {name: getattr(current, name) for name in wanted}
+    what, fix = "enable() in a process that is already enabled", "call disable() first, or use the same settings"
+    return ConflictError(differences(what, required=wanted, found=found, fix=fix))
 
 
 def disable() -> None:
@@ -353,7 +277,7 @@ def activate_from_env() -> bool:
     Raises ConfigError for a ``JETRL_*`` variable that does not exist, even if nothing opts in: the misspelled one may be the
     opt-in. With ``JETRL_ENABLED=0`` the plugin does nothing and checks nothing.
     """
-    if environment.switched_off():
+    if _looking or environment.switched_off():
         return False
     environment.check_names()
     if not environment.opted_in():
@@ -361,6 +285,12 @@ def activate_from_env() -> bool:
     if _session is None and _starting is None:
         enable(Config.from_env())
     return True
+
+
+def only_look() -> None:
+    """Let the entry points leave this process unpatched: it reads settings and frameworks, and runs nothing."""
+    global _looking
+    _looking = True
 
 
 def status() -> Status:

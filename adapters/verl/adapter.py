@@ -14,7 +14,7 @@ class VerlAdapter(Adapter):
     name: ClassVar[str] = "verl"
     order: ClassVar[int] = 4
     packages: ClassVar[tuple[str, ...]] = ("verl", "ray")
-    loads_plugin: ClassVar[bool] = True  # through verl.plugins
+    has_section: ClassVar[bool] = True
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import preset
+from jetrl_patch.errors import PluginFailed
 from jetrl_patch.patching.patch import watch
-
-
-class PluginFailed(BaseException):
-    """Raised if this process could not be patched; its cause says why."""
 
 
 def activate() -> None:
@@ -22,12 +19,10 @@ def activate() -> None:
 
     Raises PluginFailed with the real error as its cause.
     """
-    try:
+    with PluginFailed.instead():
         watch("hydra.core.config_store", preset.store)
         if not session.activate_from_env():
             preset.watch_verl()
-    except Exception as error:
-        raise PluginFailed(f"{type(error).__name__}: {error}") from error
 
 
 activate()

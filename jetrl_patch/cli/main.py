@@ -24,7 +24,7 @@ from jetrl_patch.patching.identity import identity
 from jetrl_patch.progress import Display
 
 if TYPE_CHECKING:
-    from jetrl_patch.session import PatchStatus
+    from jetrl_patch.snapshot import PatchStatus
 
 app = typer.Typer(
     name="jetrl",
@@ -197,6 +197,9 @@ def main() -> None:
         # bypass click, which would drop a lone `--` and catch the program's KeyboardInterrupt
         launch.main(sys.argv[1], sys.argv[2:])
         return
+    from jetrl_patch import session
+
+    session.only_look()
     try:
         offered()  # without them the frameworks' commands are missing, which has a better reason than "no such command"
         app()

@@ -13,10 +13,10 @@ import zipfile
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from jetrl_patch import registry
-from jetrl_patch.config import SETTINGS, environment
+from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG, Launch, split
 from jetrl_patch.config.environment import written
 from jetrl_patch.config.fields import FIRST, GROUPS, SWITCH
@@ -40,12 +40,10 @@ def program_problem(target: str) -> JetrlError | None:
 # Staying in this process keeps exit status, signals, standard streams and process id the program's own.
 
 def prepare(target: str, is_module: bool) -> None:
-    """Put the program's folder first on ``sys.path``. Raises ConfigError if there is no such program; imports nothing."""
+    """Put the program's folder first on ``sys.path``. Raises ConfigError if there is no such module; imports nothing."""
     if not getattr(sys.flags, "safe_path", False):  # with safe_path Python adds no folder
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
         sys.path[0] = folder  # replaces the folder of the `jetrl` command
-    if not is_module:
-        _check_script(target)
     exists = not is_module
     with contextlib.suppress(ImportError, ValueError):  # ValueError: a name with empty parts
         exists = exists or module_exists(target)
@@ -54,23 +52,44 @@ def prepare(target: str, is_module: bool) -> None:
         raise ConfigError(explain("jetrl run", required=f"-m {target}", found="no such module", fix=fix))
 
 
-def _check_script(path: str) -> None:
-    """Raise ConfigError unless the path is a program that Python can run."""
-    required = "a Python program (a script, or -m MODULE)"
-    fix = f"write `jetrl run --fp8-unified` before the program that {path} starts, in place of `python`"
-    if not os.path.exists(path):
-        if shutil.which(path):
-            raise ConfigError(explain("jetrl run", required=required, found=f"the command {path}", fix=fix))
-        raise ConfigError(explain("jetrl run", required=path, found="no such file", fix="give a script, or -m MODULE"))
-    if os.path.isfile(path):
-        with reading(path), open(path, "rb") as file:
-            first = file.readline(200)
-        if path.endswith(_SHELL) or (first.startswith(b"#!") and first.rstrip().endswith(b"sh")):
-            raise ConfigError(explain("jetrl run", required=required, found=f"the shell script {path}", fix=fix))
-
-
 #: how the names of shell scripts end
 _SHELL = (".sh", ".bash", ".zsh", ".ksh")
+
+
+def as_command(target: str) -> tuple[str, ...]:
+    """The words that start a target that Python does not run: a shell script, or a command on the PATH. Empty for a program.
+
+    Raises ConfigError if there is no such file or command.
+    """
+    if not os.path.exists(target):
+        found = shutil.which(target)
+        if found is None:
+            fix = "give a script, a command, or -m MODULE"
+            raise ConfigError(explain("jetrl run", required=target, found="no such file", fix=fix))
+        return (found,)
+    if not os.path.isfile(target):
+        return ()
+    with reading(target), open(target, "rb") as file:
+        first = file.readline(200)
+    if not target.endswith(_SHELL) and not (first.startswith(b"#!") and first.rstrip().endswith(b"sh")):
+        return ()
+    runs = first.startswith(b"#!") and os.access(target, os.X_OK)
+    return (os.path.abspath(target),) if runs else ("bash", target)
+
+
+def execute(command: Sequence[str], arguments: Sequence[str], overrides: dict[str, Any], wanted: bool) -> NoReturn:
+    """Become a command. Its settings are ``JETRL_*`` variables, by which every process that imports torch is patched."""
+    environ = dict(os.environ)
+    if wanted:
+        from jetrl_patch import session
+
+        config = Config.given(None, overrides).resolved()
+        session.preview(config)
+        environ = {**environment.without_settings(), **config.to_env()}
+        what = f"what {os.path.basename(command[-1])} starts is patched where it imports torch"
+        _say(f"jetrl: precision {config.precision}, align {config.resolved_align}; {what}")
+    sys.stdout.flush()
+    os.execvpe(command[0], [*command, *arguments], environ)
 
 
 def run(target: str, is_module: bool, arguments: Sequence[str]) -> None:
@@ -127,10 +146,11 @@ def usage() -> str:
     short = " or ".join(f"`jetrl {name}`" for name in programs)
     also = "\n       ".join(lines)
     return f"""\
-usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
+usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT | COMMAND) ARGS...
        {also}
 
-Run a program with the plugin enabled in all its processes. Without a precision the program runs unpatched.
+Run a program, a shell script or any other command with the plugin enabled in all its processes. Without a precision it runs
+unpatched.
 
 {_options()}
   -h, --help                   show this text (after {short}: the program's help)
@@ -154,8 +174,14 @@ def main(command: str, words: Sequence[str]) -> None:
         if launch.help:
             print(usage(), end="")
             return
+        shell = () if launch.is_module else as_command(launch.target)
+        wanted = _wanted(launch)
+        if shell:
+            if not wanted:
+                _say_unpatched(launch)
+            execute(shell, launch.arguments, launch.overrides, wanted)
         prepare(launch.target, launch.is_module)
-        if _wanted(launch):
+        if wanted:
             problem = program_problem(launch.target)
             if problem is not None:
                 raise problem
@@ -191,8 +217,8 @@ def _say_unpatched(launch: Launch) -> None:
     """Print that nothing is patched, and why."""
     missing = f"no {FLAG}, no --precision and no {SETTINGS['precision'].variable}"
     why = f"{environment.SWITCH}=0" if environment.switched_off() else missing
-    # a framework that loads the plugin itself may ask for it in its own configuration
-    theirs = [name for name, main in registry.programs().items() if main == launch.target and registry.resolve(name).loads_plugin]
+    # a framework's own configuration may ask for the plugin
+    theirs = [name for name, main in registry.programs().items() if main == launch.target and registry.resolve(name).has_section]
     unless = "".join(f", unless {name}'s configuration has a jetrl section" for name in theirs)
     _say(f"jetrl: {why}, so nothing is patched{unless}")
 

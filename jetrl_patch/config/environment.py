@@ -58,6 +58,11 @@ def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]
     return {name: value for name, value in env.items() if not name.startswith(PREFIX) or name in MACHINE}
 
 
+def mentioned(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment has any ``JETRL_*`` variable, be it misspelt."""
+    return any(name.startswith(PREFIX) for name in (os.environ if environ is None else environ))
+
+
 def opted_in(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the environment asks to patch this process: ``JETRL_ENABLED=1``, or ``JETRL_PRECISION`` is set.
 

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -140,7 +141,7 @@ def require_target(change: Patch | OnImport) -> None:
             f"Install a supported version of {root}; `jetrl doctor --status` lists them."
         )
     module = sys.modules.get(change.module)
-    if isinstance(change, Patch) and module is not None:
+    if isinstance(change, Patch) and module is not None and not _importing(module):
         find_target(module, change.attr)
 
 
@@ -245,30 +246,68 @@ def watch(module: str, callback: Callback) -> ImportHook:
     """Call ``callback(module)`` once: now if the module is imported, else right after its import.
 
     Hooks of a module run in the order of registration. An error in a hook propagates from this call, or fails the
-    ``import`` statement that ran the hook. Raises PatchError if the module is still being imported: its attributes are not final.
+    ``import`` statement that ran the hook.
     """
     hook = ImportHook(callback)
-    loaded = _finished_module(module)
-    if loaded is not None:
+    loaded = sys.modules.get(module)
+    if loaded is not None and _importing(loaded):
+        loaded = importlib.import_module(module)  # waits if another thread is importing it
+    if loaded is not None and _importing(loaded):
+        _at_the_end(loaded, hook.fire)
+    elif loaded is not None:
         hook.fire(loaded)
     else:
-        import wrapt  # not at the top: an unpatched program must load only what it would load anyway
-
-        # if another thread has finished the import in the meantime, wrapt calls the hook at once
-        wrapt.register_post_import_hook(hook.fire, module)
+        _at_the_next_import(module, hook.fire)
     return hook
 
 
-def _finished_module(name: str) -> ModuleType | None:
-    module = sys.modules.get(name)
-    if module is None:
-        return None
-    if _importing(module):
-        module = importlib.import_module(name)  # waits if another thread is importing it
-        if _importing(module):
-            raise PatchError(f"{name} is in the middle of its own import. Call enable() before importing it.")
-    return module
+def _at_the_next_import(module: str, callback: Callback) -> None:
+    import wrapt  # not at the top: an unpatched program must load only what it would load anyway
+
+    # if another thread has finished the import in the meantime, wrapt calls the hook at once
+    wrapt.register_post_import_hook(callback, module)
 
 
 def _importing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+# A module may import torch, whose entry point enables the plugin, in the middle of its own import. Python tells nobody when an
+# import ends, but it then clears a flag of the module's spec.
+
+class _Watched(ModuleSpec):
+    """A spec that calls ``ended`` at the end of its module's import, and is an ordinary one again."""
+
+    ended: list[Callback]
+
+    @property
+    def _initializing(self) -> bool:
+        return True
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        callbacks = self.__dict__.pop("ended")
+        self.__class__ = ModuleSpec  # type: ignore[assignment]
+        self._initializing = value
+        module = sys.modules.get(self.name)
+        try:
+            for callback in callbacks:
+                if module is None:  # the import failed, and may be tried again
+                    _at_the_next_import(self.name, callback)
+                else:
+                    callback(module)
+        except BaseException:
+            sys.modules.pop(self.name, None)
+            raise
+
+
+def _at_the_end(module: ModuleType, callback: Callback) -> None:
+    """Call ``callback(module)`` at the end of the import that this thread is in. An error fails that import."""
+    spec = module.__spec__
+    if type(spec) is ModuleSpec:
+        spec.__class__ = _Watched
+        spec.__dict__["ended"] = []
+    if not isinstance(spec, _Watched):
+        what = f"import of {module.__name__}"
+        raise PatchError(explain(what, required="a finished one", found="one that goes on", fix="call enable() before it"))
+    spec.ended.append(callback)

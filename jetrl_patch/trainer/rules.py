@@ -11,7 +11,7 @@ from jetrl_patch._versions import EXTRAS
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain, split_fix
 from jetrl_patch.patching.guards import is_installed
-from jetrl_patch.session import PatchStatus
+from jetrl_patch.snapshot import PatchStatus
 
 # ---- Findings as data, and the verdict on all of them --------------------------------------------
 

@@ -79,6 +79,7 @@ def test_a_program_that_is_not_patched_is_announced_in_one_line(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "as_command", lambda *_: ())
     monkeypatch.setattr(run, "prepare", lambda *_: None)
     monkeypatch.setattr(run, "run", lambda *_: None)
     run.main(words[0], words[1:])
@@ -91,6 +92,7 @@ def test_the_launcher_refuses_a_misspelt_variable_without_a_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JETRL_PRECISON", "fp8-unified")
+    monkeypatch.setattr(run, "as_command", lambda *_: ())
     monkeypatch.setattr(run, "prepare", lambda *_: None)
     monkeypatch.setattr(run, "run", lambda *_: pytest.fail("the program ran"))
     with pytest.raises(SystemExit) as caught:

@@ -150,9 +150,10 @@ def test_signals_reach_the_program(folder, number, handled):
     ("words", "environ", "says"),
     [
         (["nowhere.py"], {}, "required nowhere.py, found no such file"),
-        (["--fp8-unified", "run.sh"], {}, "found the shell script run.sh. Write `jetrl run --fp8-unified` before the"),
-        (["--fp8-unified", "launch"], {}, "required a Python program (a script, or -m MODULE), found the shell script launch"),
-        (["--fp8-unified", "bash", "run.sh"], {}, "found the command bash. Write `jetrl run"),
+        (["--fp8-unified", "nowhere.sh"], {}, "required nowhere.sh, found no such file. Give a script, a command, or -m MODULE"),
+        (["--fp8-unified", "run.sh"], {"JETRL_PRECISON": "bf16"}, "JETRL_PRECISON"),
+        (["--set", "nothing=1", "bash", "run.sh"], {}, "unknown setting 'nothing'"),
+        (["--align", "exact", "run.sh"], {}, "no precision"),
         (["-m", "pack.nowhere"], {}, "required -m pack.nowhere, found no such module"),
         (["-m", ".pack"], {}, "no such module"),
         (["--align", "exact", "dump.py"], {}, "no precision"),
@@ -164,11 +165,36 @@ def test_signals_reach_the_program(folder, number, handled):
 )
 def test_our_errors_are_one_line_before_the_program_starts(folder, words, environ, says):
     (folder / "run.sh").write_text("python dump.py\n")
-    (folder / "launch").write_text("#!/usr/bin/env bash\npython dump.py\n")
     done = start(folder, words, **environ)
     assert done.returncode == 2 and done.stdout == b""
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("jetrl: ConfigError: ") and says in line
+
+
+TORCH = """
+import json, os, sys, torch, jetrl_patch
+now, align = jetrl_patch.status(), os.environ.get("JETRL_ALIGN")
+print(json.dumps({"argv": sys.argv[1:], "precision": now.enabled and now.config.precision, "align": align}))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("command", [["run.sh"], ["./started.sh"], ["bash", "run.sh"], ["env", "bash", "run.sh"]])
+def test_a_shell_script_runs_as_it_is(folder, command):
+    script = f'#!/usr/bin/env bash\nexec {sys.executable} torch_program.py "$@"\n'
+    (folder / "torch_program.py").write_text(TORCH)
+    (folder / "run.sh").write_text(script.partition("\n")[2])
+    (folder / "started.sh").write_text(script)
+    (folder / "started.sh").chmod(0o755)
+    words = ["two words", "--", "--fp8-unifed", "$HOME"]
+    done = start(folder, ["--fp8-unified", "--align=linear", *command, *words])
+    assert done.returncode == 7, done.stderr
+    assert json.loads(done.stdout) == {"argv": words, "precision": "fp8-unified", "align": "linear"}
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("jetrl: precision fp8-unified, align linear; what ")
+    done = start(folder, [*command, *words])
+    assert json.loads(done.stdout) == {"argv": words, "precision": False, "align": None}
+    assert b"so nothing is patched" in done.stderr
 
 
 def test_help_is_ours_for_run(folder):

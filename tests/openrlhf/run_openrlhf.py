@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -53,10 +54,16 @@ def arguments(
 
 
 class Run(ProcessRun):
-    """One run of OpenRLHF."""
+    """One run of OpenRLHF: by the launcher, or by a shell script that knows nothing of the plugin."""
 
-    def __init__(self, folder: Path, *extra: str, environ: dict[str, str], **options: int) -> None:
+    def __init__(
+        self, folder: Path, *extra: str, environ: dict[str, str], by_script: bool = False, **options: int
+    ) -> None:
         words = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *arguments(folder, *extra, **options)]
+        if by_script:
+            words[2:4] = ["openrlhf.cli.train_ppo_ray"]
+            (folder / "run.sh").write_text(f"set -x\n{shlex.join(words)}\n")
+            words = ["bash", "run.sh"]
         super().__init__(
             folder, lambda ray_dir: (words, {"RAY_TMPDIR": ray_dir, "VLLM_CPU_KVCACHE_SPACE": "1"}), environ
         )

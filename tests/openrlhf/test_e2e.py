@@ -50,7 +50,8 @@ def assert_exact(found: list[dict[str, float]], engines: int = 1) -> None:
 
 @pytest.mark.pins
 def test_zero2_with_a_reference_model(task):
-    assert_exact(finish(Run(task, environ=UNIFIED, steps=3), 3))
+    """Of a user's shell script, with nothing but the variable in front of it."""
+    assert_exact(finish(Run(task, environ=UNIFIED, by_script=True, steps=3), 3))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -122,16 +123,48 @@ def test_a_module_whose_own_import_fails_keeps_its_hooks(make_module: MakeModule
     assert len(seen) == 1
 
 
-def test_a_module_in_the_middle_of_its_own_import_is_refused(make_module: MakeModule) -> None:
-    name = make_module(
-        """
-        from jetrl_patch.patching.patch import watch
-        watch(__name__, lambda module: module.late)
-        late = 1
-        """
-    )
-    with pytest.raises(PatchError, match="in the middle of its own import"):
+IN_THE_MIDDLE = """
+import sys
+from jetrl_patch.patching.patch import watch
+hooks = [watch(__name__, sys.jetrl_test_seen) for _ in range(2)]
+"""
+
+
+def test_a_module_in_the_middle_of_its_own_import_is_waited_for(
+    make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So torch's entry point meets the module that imports torch first."""
+    seen: list[int] = []
+    monkeypatch.setattr(sys, "jetrl_test_seen", lambda module: seen.append(module.late), raising=False)
+    module = importlib.import_module(make_module(f"{IN_THE_MIDDLE}assert not hooks[0].fired\nlate = 1"))
+    assert seen == [1, 1] and all(hook.fired for hook in module.hooks)
+    assert type(module.__spec__) is ModuleSpec and not module.__spec__._initializing
+
+
+def test_a_hook_in_the_middle_that_fails_fails_the_import(make_module: MakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: ModuleType) -> None:
+        raise PatchError("does not fit")
+
+    monkeypatch.setattr(sys, "jetrl_test_seen", fail, raising=False)
+    name = make_module(IN_THE_MIDDLE)
+    with pytest.raises(PatchError, match="does not fit"):
         importlib.import_module(name)
+    assert name not in sys.modules
+
+
+def test_an_import_that_fails_keeps_the_hooks_of_its_middle(
+    make_module: MakeModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[ModuleType] = []
+    monkeypatch.setattr(sys, "jetrl_test_seen", seen.append, raising=False)
+    name = make_module(f"{IN_THE_MIDDLE}raise OSError('not today')")
+    with pytest.raises(OSError, match="not today"):
+        importlib.import_module(name)
+    assert seen == []
+    (tmp_path / f"{name}.py").write_text("shorter = 'so that no cached bytecode is taken'")
+    importlib.invalidate_caches()
+    module = importlib.import_module(name)
+    assert seen == [module, module]
 
 
 def test_a_module_that_another_thread_imports_is_waited_for(make_module: MakeModule) -> None:

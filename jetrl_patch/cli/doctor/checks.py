@@ -17,7 +17,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, VersionErro
 from jetrl_patch.native import machine
 from jetrl_patch.native.machine import check_framework, check_python
 from jetrl_patch.patching import guards
-from jetrl_patch.session import PatchStatus
+from jetrl_patch.snapshot import PatchStatus
 from jetrl_patch.trainer.rules import Check, from_error
 
 # ---- Compare the installed versions with the supported ones, and advise what the framework pins. Imports no framework

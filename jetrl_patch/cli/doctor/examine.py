@@ -228,14 +228,14 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
         return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
     if by_settings or (started.by_us and (by_environment or by_option)):
         return Check(name, "ok", "the command enables jetrl_patch")
-    loads = started.framework is not None and registry.resolve(started.framework).loads_plugin
-    if by_environment and loads:
-        return Check(name, "ok", "the environment enables jetrl_patch")
+    if by_environment and environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        finding = "the environment enables jetrl_patch, but TORCH_DEVICE_BACKEND_AUTOLOAD keeps torch from loading it"
+        return Check(name, "problem", finding, "drop that variable")
     if by_environment:
-        finding = "the environment enables jetrl_patch, but only vLLM and verl load it: half of the run would be unpatched"
-        return Check(name, "problem", finding, f"start it with `{start} …`")
+        return Check(name, "ok", "the environment enables jetrl_patch in every process that imports torch")
     way = f"use `{start} --fp8-unified …`"
-    fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if loads else way
+    reads = started.framework is not None and registry.resolve(started.framework).has_section
+    fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if reads else f"{way}, or JETRL_PRECISION"
     trainer = registry.resolve(started.framework).trainer() if started.framework else None
     if trainer is None or started.target not in trainer.programs:
         return Check(name, "unknown", "nothing enables jetrl_patch, unless the program calls jetrl_patch.enable()", fix)
