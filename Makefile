@@ -50,7 +50,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
+.PHONY: help demo demo-openrlhf demo-trl compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
         test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -71,6 +71,10 @@ demo: $(READY) $(LEARNS)
 ## the same in OpenRLHF; CPU only
 demo-openrlhf: $(SELF) $(LEARNS)
 	$(QUIET) $(DEMO) $(PY) -m examples.openrlhf.demo --model $(MODEL) $(ARGS)
+
+## the same in TRL, one process, two minutes; CPU only
+demo-trl: $(SELF) $(VENV)/trl
+	$(QUIET) PYTHONPATH=$(abspath $(VENV))/trl VLLM_LOGGING_LEVEL=ERROR $(PY) -m examples.trl.grpo 15
 
 ## four modes on the same questions, in verl
 compare: $(READY)
@@ -227,7 +231,7 @@ $(VENV)/veomni: requirements/veomni.txt | $(SELF)
 	$(PIP) --target $@ -r $<
 	@touch $@
 
-## installs TRL, for the tests that its trainers are refused
+## installs TRL, for its demo and tests
 trl: $(VENV)/trl
 
 $(VENV)/trl: requirements/trl.txt | $(SELF)

@@ -12,6 +12,7 @@ SUPPORTED = {
     "vllm": (">=0.24,<0.33", "0.30.0"),
     "verl": (">=0.9,<0.10", "0.9.1"),
     "openrlhf": (">=0.11.1,<0.12", "0.11.2"),
+    "trl": (">=1.16,<1.17", "1.16.0"),
     "ray": (">=2.41,<3", "2.60.0"),
 }
 
@@ -30,6 +31,7 @@ EXTRAS = {
     # verl's default trainer imports TransferQueue, which comes only with some of verl's extras
     "verl": [*_extra("torch", "transformers", "vllm", "verl", "ray"), "TransferQueue>=0.1.10"],
     "openrlhf": _extra("torch", "transformers", "vllm", "openrlhf", "ray"),
+    "trl": _extra("torch", "transformers", "vllm", "trl"),
     "te": ["transformer_engine>=2.3", *_extra("torch")],
     "optim": ["torchao>=0.18,<0.19", *_extra("torch")],
     "dev": ["pytest>=8", "pytest-cov", "pytest-timeout", "hypothesis", "ruff", "mypy", "matplotlib"],

@@ -251,6 +251,8 @@ class Adapter:
     requires: ClassVar[tuple[str, ...]] = ()
     #: packages that only this framework's runs need, its own first; the doctor checks them
     packages: ClassVar[tuple[str, ...]] = ()
+    #: which of its trainers the adapter patches, for messages; empty if there are none
+    trainers: ClassVar[str] = ""
     #: whether the framework's own configuration can enable the plugin
     has_section: ClassVar[bool] = False
 
@@ -284,6 +286,10 @@ class Adapter:
     def merger(self) -> Merger | None:
         """The service that merges the shards of a training checkpoint."""
         return None
+
+    def trains(self, trainer: Any) -> bool:
+        """Whether a ``transformers.Trainer`` is one whose models and engine the adapter has prepared."""
+        return False
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Make the changes that wait for no import, through the journal."""
@@ -343,6 +349,11 @@ def trainer(framework: str) -> Trainer:
     found = resolve(framework).trainer()
     assert found is not None, f"{framework} does not train"
     return found
+
+
+def trainers() -> str:
+    """The trainers that adapters patch, for messages."""
+    return " or ".join(sorted(adapter.trainers for adapter in adapters() if adapter.trainers))
 
 
 def merger() -> Merger:

@@ -12,6 +12,7 @@ class OpenRLHFAdapter(Adapter):
     """OpenRLHF 0.11: ``train_ppo_ray``, ZeRO-0 to 3, synchronous, asynchronous and colocated."""
 
     name: ClassVar[str] = "openrlhf"
+    trainers: ClassVar[str] = "openrlhf"
     order: ClassVar[int] = 5
     packages: ClassVar[tuple[str, ...]] = ("openrlhf", "ray", "deepspeed")
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "openrlhf", "ray")

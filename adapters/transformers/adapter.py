@@ -7,7 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch import session
+from jetrl_patch import registry, session
 from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, Models, OnImport, Patch
 
@@ -36,6 +36,8 @@ def find_packed_sequence_indices(original: Any, position_ids: Any) -> Any:
 def _train(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     from jetrl_patch.trainer.foreign import unknown_trainer
 
+    if any(adapter.trains(self) for adapter in registry.adapters()):
+        return original(self, *args, **kwargs)
     raise unknown_trainer(f"{type(self).__module__}.{type(self).__qualname__}", session.active_config())
 
 
@@ -52,9 +54,9 @@ PACKED_ROWS = Patch(
 TRAIN = Patch(
     "transformers.trainer", "Trainer.train", _train,
     when=lambda config: config.changes_rollout,
-    reason="TRL, ms-swift and others train with it, and this version patches none of them: FP8 would be in the rollout alone, or "
-    "nowhere",
-    remove_when="an adapter prepares the models of transformers' Trainer",
+    reason="TRL, ms-swift and others train with it, and most of their trainers are not patched: FP8 would be in the rollout "
+    "alone, or nowhere",
+    remove_when="adapters prepare the models of all trainers that are built on transformers' own",
 )  # fmt: skip
 
 

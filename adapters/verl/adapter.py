@@ -12,6 +12,7 @@ class VerlAdapter(Adapter):
     """verl 0.9: trainers V0 and V1, FSDP1, FSDP2, Megatron and VeOmni, asynchronous vLLM servers."""
 
     name: ClassVar[str] = "verl"
+    trainers: ClassVar[str] = "verl"
     order: ClassVar[int] = 4
     packages: ClassVar[tuple[str, ...]] = ("verl", "ray")
     has_section: ClassVar[bool] = True

@@ -28,7 +28,7 @@ def refuse_other_writes(receiver: Receiver, installer: VllmInstaller) -> None:
 
 def refused(receiver: Receiver, found: str) -> SyncError:
     """Stop the engine, and return the error about a write of its weights."""
-    required = f"a weight sync of jetrl_patch's own, from {' or '.join(registry.programs())}"
+    required = f"a weight sync of jetrl_patch's own, from {registry.trainers()}"
     fix = "train with one of these, or run this program without jetrl_patch (JETRL_ENABLED=0)"
     error = SyncError(explain("the weights of a quantized rollout engine", required=required, found=found, fix=fix))
     receiver.refuse(error)

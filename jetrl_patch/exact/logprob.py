@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -283,6 +284,8 @@ ROWS, LOGIT_BYTES = 512, 1 << 30
 
 #: (hidden states [t, K], weight [V, K]) -> logits [t, V], differentiable; what it saves for its gradient is not the result
 LogitsOf = Callable[[Tensor, Tensor], Tensor]
+#: weight -> context in which it has all of its values
+Whole = Callable[[Tensor], contextlib.AbstractContextManager[Any]]
 
 
 def _scored(logits_tV: Tensor, labels_t: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -309,17 +312,23 @@ def _differentiate(z_tV: Tensor, labels_t: Tensor, temperature: float | Tensor, 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, logits_of: LogitsOf, temperature: float | Tensor, rows: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, logits_of: LogitsOf, temperature: float | Tensor, rows: int,
+        whole: Whole,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_TK, w_VK, labels_T)
-        ctx.logits_of, ctx.temperature, ctx.rows = logits_of, temperature, rows
+        ctx.logits_of, ctx.temperature, ctx.rows, ctx.whole = logits_of, temperature, rows, whole
         pieces = zip(h_TK.split(rows), labels_T.split(rows), strict=True)
         chosen, entropies = zip(*(_scored(logits_of(h, w_VK), labels, temperature) for h, labels in pieces), strict=True)
         return torch.cat(chosen), torch.cat(entropies)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ctx.whole(ctx.saved_tensors[1]):
+            return _Chunked._gradients(ctx, *grad_outputs)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         h_TK, w_VK, labels_T = ctx.saved_tensors
         wants_h, wants_w = ctx.needs_input_grad[:2]
         dh = torch.empty_like(h_TK) if wants_h else None
@@ -340,7 +349,7 @@ class _Chunked(torch.autograd.Function):
                 dh[part] = found.pop(0)
             if wants_w:  # FP32, because a BF16 sum would round after each block
                 dw = found.pop(0) if dw is None else dw.float().add_(found.pop(0))
-        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None, None
+        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None, None, None
 
 
 def chunked_log_probs(
@@ -350,12 +359,15 @@ def chunked_log_probs(
     logits_of: LogitsOf,
     temperature: float | Tensor = 1.0,
     rows: int = ROWS,
+    whole: Whole = contextlib.nullcontext,
 ) -> tuple[Tensor, Tensor]:
     """FP32 log-probs of ``labels`` [...] and entropies [...], from hidden states [..., K] and the head's weight [V, K].
 
     Args:
         temperature: one number for all rows.
         rows: t. The results do not depend on it if the rows of ``logits_of`` are independent.
+        whole: gathers the weight for the backward pass, if it is sharded in between.
     """
-    chosen, entropy = _Chunked.apply(hidden.reshape(-1, hidden.shape[-1]), w_VK, labels.reshape(-1), logits_of, temperature, rows)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    chosen, entropy = _Chunked.apply(flat, w_VK, labels.reshape(-1), logits_of, temperature, rows, whole)
     return chosen.view(labels.shape), entropy.view(labels.shape)

@@ -55,11 +55,13 @@ class Audit:
             rollout: float32 log-probs of the same tokens, as the rollout returned them.
             names: a name for each of the B samples in messages; by default its row.
 
+        Outside exact mode it only measures, and returns True.
+
         Raises AuditError if a token differs and ``on_mismatch="stop"``.
         """
         found = sums(trainer, rollout, mask)
         self._parts.append(found)
-        if found.equal == found.tokens:
+        if found.equal == found.tokens or not config.exact:
             return True
         self.failed = True
         _stop_or_say(_difference(trainer.detach(), rollout, mask, names, found), config)

@@ -14,18 +14,23 @@ PACKAGES = frozenset({"areal", "nemo_rl", "prime_rl", "roll", "skyrl", "skyrl_tr
 
 
 def calling_package() -> str:
-    """The package among ``PACKAGES`` whose code is running in this thread, called by it or calling; empty if there is none."""
+    """The package among ``PACKAGES`` that has called this thread's code; empty if there is none, or its adapter has called it."""
+    homes = {found.name: type(found).__module__.rpartition(".")[0] for found in registry.adapters()}
+    package = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package in PACKAGES:
-            return package
+        module = str(frame.f_globals.get("__name__", ""))
+        root = module.partition(".")[0]
+        if not package and root in PACKAGES:
+            package = root
+        elif package in homes and module.startswith(f"{homes[package]}."):
+            return ""
         frame = frame.f_back
-    return ""
+    return package
 
 
 def unknown_trainer(found: str, config: Config) -> ConfigError:
     """The error for a trainer that this version does not patch."""
-    what, required = f"precision={config.precision!r}", f"a trainer that jetrl_patch patches ({' or '.join(registry.programs())})"
+    what, required = f"precision={config.precision!r}", f"a trainer that jetrl_patch patches ({registry.trainers()})"
     fix = "Train with one of these, or run this program without jetrl_patch (JETRL_ENABLED=0)"
     return ConfigError(explain(what, required=required, found=f"{found}, which would go on in its own precision", fix=fix))

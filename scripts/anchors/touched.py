@@ -1,4 +1,4 @@
-"""Which names of vLLM, verl, OpenRLHF, transformers and Ray the project touches, read from its own code.
+"""Which names of vLLM, verl, OpenRLHF, TRL, transformers and Ray the project touches, read from its own code.
 
 - imported names, and the attributes read from them;
 - targets of patches and hooks, with the parameters of their replacements;

@@ -1,4 +1,4 @@
-"""GRPO of TRL's own with a colocated engine, as a user would write it, and ``enable()`` at its top: MODEL USE_VLLM."""
+"""A trainer of TRL with a colocated engine, as a user would write it, and ``enable()`` at its top: MODEL."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import jetrl_patch
 
-model, use_vllm = sys.argv[1:]
+(model,) = sys.argv[1:]
 jetrl_patch.enable(precision="fp8-unified")
 
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import RLOOConfig, RLOOTrainer  # noqa: E402
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -20,12 +20,12 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text) % 3) for text in completions]
 
 
-settings = GRPOConfig(
+settings = RLOOConfig(
     output_dir="out", per_device_train_batch_size=4, num_generations=2, max_completion_length=4, max_steps=1, report_to="none",
-    use_vllm=bool(int(use_vllm)), vllm_mode="colocate", vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, use_cpu=True,
+    use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, use_cpu=True,
     bf16=False, save_strategy="no", logging_steps=1,
 )  # fmt: skip
-GRPOTrainer(
+RLOOTrainer(
     model=model, reward_funcs=reward, args=settings, processing_class=AutoTokenizer.from_pretrained(model),
     train_dataset=Dataset.from_dict({"prompt": ["what is two plus two?"] * 4}),
 ).train()  # fmt: skip

@@ -1,0 +1,1 @@
+"""TRL: ``GRPOTrainer`` with a colocated vLLM."""

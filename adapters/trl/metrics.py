@@ -1,0 +1,48 @@
+"""Add the plugin's figures to the trainer's log, and its settings to checkpoints."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from jetrl_patch import session
+from jetrl_patch.adapters.trl.state import RUNS
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer import record
+from jetrl_patch.trainer.audit import step_metrics, sync_metrics
+
+
+@replacement
+def log(original: Any, self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
+    """Wrap ``GRPOTrainer.log``, which all ranks call: the figures since the last line go where TRL's own do."""
+    from accelerate.utils import gather_object
+
+    run = RUNS[self]
+    reports = gather_object([{"audit": run.audit.report(), "synced": run.synced}])
+    run.synced = []
+    metrics: dict[str, float] = {}
+    if (found := run.audit.merged(reports)) is not None:
+        metrics |= step_metrics(found[0], found[1] if session.active_config().skips_old_pass else {})
+    if synced := [of_sync for report in reports for of_sync in report["synced"]]:
+        metrics |= sync_metrics(synced)
+    mode = "train" if self.model.training else "eval"
+    for name, value in metrics.items():
+        self._metrics[mode][name].append(float(value))
+    original(self, logs, start_time)
+
+
+@replacement
+def save_checkpoint(original: Any, self: Any, model: Any, trial: Any) -> None:
+    """Wrap ``GRPOTrainer._save_checkpoint``: the settings are in the folder before the first weight is."""
+    if self.args.should_save:
+        folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        record.write(folder, session.active_config())
+    original(self, model, trial)
+
+
+@replacement
+def prepare_for_training(original: Any, self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    """Wrap ``Trainer._prepare_for_training``: a checkpoint with other settings is an error before it is loaded."""
+    if self in RUNS and resume_from_checkpoint is not None:
+        record.check(resume_from_checkpoint, session.active_config(), elsewhere="output_dir")
+    return original(self, max_steps, train_dataloader, resume_from_checkpoint)

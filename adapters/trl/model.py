@@ -1,0 +1,114 @@
+"""Convert TRL's models before it wraps them, and compute their log-probs as the rollout does."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch import session
+from jetrl_patch.adapters.trl import settings
+from jetrl_patch.adapters.trl.state import BUILDING, ENGINES, RUNS, Run
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer import source
+from jetrl_patch.trainer.ranks import require_same_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@replacement
+def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap ``GRPOTrainer.__init__``: check the settings before anything is built, and say which trainer is being built."""
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    config = session.active_config()
+    settings.check(bound.arguments, config)
+    require_same_ranks(config, config.sync_timeout)
+    RUNS[self], before, BUILDING.trainer = Run(), BUILDING.trainer, self
+    try:
+        original(self, *args, **kwargs)
+    except BaseException:
+        del RUNS[self]
+        raise
+    finally:
+        BUILDING.trainer = before
+
+
+@replacement
+def add_fused_lm_head(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap ``add_fused_lm_head`` in ``GRPOTrainer.__init__``, which gets the policy, then the reference model, both as loaded."""
+    trainer, config = BUILDING.trainer, session.active_config()
+    if trainer is not None and config.quantized_rollout:
+        settings.check_built(trainer, model, config)
+        run, is_reference = RUNS[trainer], model is trainer.ref_model
+        found = source.convert(
+            model,
+            config,
+            {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()},
+            rollout_tp=trainer.args.vllm_tensor_parallel_size,
+            device_type=trainer.accelerator.device.type,
+            reference=is_reference,
+        )
+        if is_reference:
+            run.followers.append(found)
+        else:
+            run.source = found
+        if config.exact:
+            model.register_forward_pre_hook(add_positions, with_kwargs=True)
+    original(model, *args, **kwargs)
+
+
+@replacement
+def generation_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap ``VLLMGeneration.__init__``, which builds the engine. Raises ConfigError for an unknown trainer."""
+    trainer, config = BUILDING.trainer, session.active_config()
+    if trainer is None:
+        raise settings.unsupported(_caller(), config)
+    ENGINES[self] = RUNS[trainer]
+    original(self, *args, **kwargs)
+
+
+def _caller() -> str:
+    """The class whose constructor builds an engine, for a message."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and hasattr(own, "train"):
+            return f"{type(own).__module__}.{type(own).__qualname__}"
+        frame = frame.f_back
+    return "trl.generation.VLLMGeneration"
+
+
+def add_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add the positions that the rollout's tokens have. TRL pads prompts on the left and passes none."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return args, kwargs
+
+
+class ExactLogProbs:
+    """Stands for TRL's ``ChunkedLogProbFunction``, whose tiles round otherwise than the rollout's head and log-softmax."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        softcapping: float | None = None, scale: float = 1.0, outputs: tuple[str, ...] = (),
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:  # fmt: skip
+        """FP32 log-probs [N] of ``targets`` [N], and entropies [N] if asked for, from hidden states [N, H] and the head [V, H].
+
+        Raises ModelError for a head that does more than one product, or for other outputs.
+        """
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+        from jetrl_patch.exact import ops
+        from jetrl_patch.exact.logprob import chunked_log_probs
+
+        more = {"a bias": bias is not None, "final_logit_softcapping": softcapping is not None, "a scale of logits": scale != 1.0}
+        more |= {name: True for name in outputs if name not in ("log_probs", "entropy")}
+        if found := [name for name, is_there in more.items() if is_there]:
+            required, fix = "logits that lm_head's weight alone computes", "use align='linear' for this model"
+            raise ModelError(explain("align='exact' in TRL", required=required, found=", ".join(found), fix=fix))
+        product = ops.head_linear_fp32 if session.active_config().fp32_head else ops.linear
+        log_probs, entropy = chunked_log_probs(hidden, weight, targets, product, temperature, whole=maybe_gather_lm_head_ctx)
+        return log_probs, entropy if "entropy" in outputs else None, None, None, None

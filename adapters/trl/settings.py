@@ -1,0 +1,203 @@
+"""Which arguments of ``GRPOTrainer`` and settings of ``GRPOConfig`` a mode does not support."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jetrl_patch import session
+from jetrl_patch.config import Config
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
+from jetrl_patch.models.structure import is_vision_language, require_attention
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer.foreign import PACKAGES
+from jetrl_patch.trainer.preflight import checkpoint_problems, model_problems, say_share
+from jetrl_patch.trainer.rules import (
+    Rule,
+    broken,
+    deterministic,
+    is_set,
+    other_than,
+    raised,
+    temperature,
+)
+
+_LOGITS = "the distribution that the trainer computes"
+_UNTESTED = "(others have not run with TRL)"
+#: of ``generation_kwargs``: what does not change the distribution of a token
+HARMLESS = frozenset({"detokenize", "ignore_eos", "include_stop_str_in_output", "seed", "skip_special_tokens", "stop",
+                      "stop_token_ids"})  # fmt: skip
+
+
+#: of ``model_init_kwargs``: where the model comes from, and what the plugin sets itself
+LOADING = frozenset({"attn_implementation", "cache_dir", "dtype", "local_files_only", "revision", "token", "trust_remote_code"})
+
+
+def _loads_otherwise(value: Any) -> bool:
+    return bool(set(value) - LOADING) or (str(value.get("dtype")).endswith("float16") and "bfloat16" not in str(value["dtype"]))
+
+
+def _edits_logits(value: Any) -> bool:
+    return bool(set(value) - HARMLESS)
+
+
+def _is_set_or_zero(value: Any) -> bool:
+    return value not in (None, 0, 0.0, -1)
+
+
+def _changes_weights(settings: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed would compute with other weights than the plugin's layers."""
+    unsupported = ("compile", "compression_training", "quantize_training", "tensor_parallel")
+    quantizes = settings.get("zero_optimization", {}).get("zero_quantized_weights")
+    return bool(quantizes or any(settings.get(name) for name in unsupported))
+
+
+#: paths are those of accelerate's state, which GRPOConfig, a configuration file and variables decide together
+ACCELERATOR: tuple[Rule, ...] = (
+    Rule("mixed_precision", other_than("no", "bf16"), "bf16 or no", "set bf16=True", "quantized", ConflictError),
+    Rule("fsdp_plugin", is_set, f"one process, DDP or DeepSpeed {_UNTESTED}", "use one of these", "quantized"),
+    Rule("parallelism_config", is_set, "whole sequences and whole layers on each rank", "unset it", "quantized"),
+    Rule("torch_tp_plugin", is_set, "whole layers on each rank", "turn it off", "quantized"),
+    Rule("megatron_lm_plugin", is_set, "models of transformers", "turn it off", "quantized"),
+    Rule("dynamo_plugin", lambda value: value.backend.value != "NO", "uncompiled layers", "set torch_compile=False", "quantized"),
+    Rule("deepspeed_plugin", lambda value: _changes_weights(value.deepspeed_config),
+         "a configuration that neither quantizes, compiles nor splits weights", "drop its key", "quantized"),
+)  # fmt: skip
+
+
+#: paths are those of ``GRPOConfig``, or of an argument of ``GRPOTrainer`` behind "trainer."
+RULES: tuple[Rule, ...] = (
+    Rule("use_vllm", other_than(True), "True, a rollout by vLLM", "set it to True", "quantized"),
+    Rule("vllm_mode", other_than("colocate"), f"'colocate' {_UNTESTED}", "set it to 'colocate'", "quantized"),
+    Rule("vllm_model_impl", other_than("vllm"), "'vllm'", "set it to 'vllm'", "quantized"),
+    Rule("vllm_enable_sleep_mode", is_set, f"False {_UNTESTED}", "set it to False", "quantized"),
+    Rule("model_init_kwargs", _loads_otherwise, f"none but {', '.join(sorted(LOADING))}, and no FP16", "drop the others",
+         "quantized"),
+    Rule("fp16", is_set, "BF16", "set bf16=True", "quantized"),
+    Rule("fp16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
+    Rule("bf16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
+    Rule("torch_compile", is_set, "uncompiled layers", "set it to False", "quantized"),
+    Rule("use_liger_kernel", is_set, "exact mode's own norm, RoPE and activation", "set it to False", "exact", ConflictError),
+    Rule("cast_lm_head_to_fp32", is_set, "the plugin's FP32 lm_head", "use head_dtype='float32'", "quantized", ConflictError),
+    Rule("neftune_noise_alpha", is_set, "embeddings without noise, as in the rollout", "unset it", "exact"),
+    Rule("router_aux_loss_coef", is_set, f"no balancing loss {_UNTESTED}", "set it to 0", "quantized"),
+    Rule("sync_ref_model", is_set, f"a fixed reference model {_UNTESTED}", "set it to False", "quantized"),
+    Rule("top_p", other_than(1), _LOGITS, "set it to 1.0", "exact"),
+    Rule("top_k", _is_set_or_zero, _LOGITS, "set it to 0", "exact"),
+    Rule("min_p", _is_set_or_zero, _LOGITS, "unset it", "exact"),
+    Rule("repetition_penalty", other_than(1), _LOGITS, "set it to 1.0", "exact"),
+    Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
+    Rule("generation_kwargs", _edits_logits, f"none but {', '.join(sorted(HARMLESS))}", "drop the others", "exact"),
+    *temperature("temperature"),
+    Rule("trainer.peft_config", is_set, f"full weights {_UNTESTED}", "drop it", "quantized"),
+    Rule("trainer.tools", is_set, f"answers in one turn {_UNTESTED}", "drop it", "quantized"),
+    Rule("trainer.environment_factory", is_set, f"answers in one turn {_UNTESTED}", "drop it", "quantized"),
+    Rule("trainer.quantization_config", is_set, "BF16 or FP32 weights", "drop it", "quantized", ConflictError),
+    Rule("trainer.rollout_func", is_set, "TRL's own rollout, whose samples the plugin compares", "drop it", "quantized"),
+)  # fmt: skip
+
+#: settings of the plugin: what TRL has itself, or what the plugin does not do there
+OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "precision": (lambda value: value == "fp16", "use another precision"),
+    "correction": (other_than("none"), "use TRL's vllm_importance_sampling_mode and its clip_min and clip_max"),
+    "acr": (is_set, "leave it unset"),
+    "optimizer_states": (other_than("fp32"), "use TRL's optim"),
+    "fp8_all_gather": (is_set, "leave it unset"),
+    "sync": (other_than("full"), "leave it unset: no bytes leave the process"),
+    "measure_routes": (is_set, "leave it unset"),
+    "router_replay": (other_than("none"), "leave it unset"),
+}
+
+
+def check(arguments: Mapping[str, Any], config: Config) -> None:
+    """Raise the first error about the arguments of ``GRPOTrainer``, by name."""
+    for problem in problems(arguments, config):
+        raise problem
+
+
+def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlError]:
+    """Yield a ConfigError, ConflictError or ModelError for each argument or setting that the mode does not support."""
+    for name, (bad, fix) in OWN.items():
+        if bad(value := getattr(config, name)):
+            yield ConfigError(explain(f"{name} with TRL", required="no such setting", found=repr(value), fix=fix))
+    args, model = arguments.get("args"), arguments.get("model")
+
+    def select(path: str) -> Any:
+        owner, _, name = path.rpartition(".")
+        return arguments.get(name) if owner else getattr(args, name, None)
+
+    if args is None and config.quantized_rollout:
+        required, fix = "a GRPOConfig with use_vllm=True", "pass one as args"
+        yield ConfigError(explain("GRPOTrainer", required=required, found="none", fix=fix))
+    yield from broken(RULES + deterministic(config, "full_determinism"), select, config, _name)
+    if config.quantized_rollout and args is not None:
+        own = type(arguments["self"])
+        theirs = own.__module__.partition(".")[0] in PACKAGES and own.__module__ != "trl.trainer.grpo_trainer"
+        if theirs or "unsloth" in sys.modules:  # which replaces TRL's classes by its own
+            yield unsupported(f"{own.__module__}.{own.__qualname__}", config)
+        yield from _of_model(model, args, config)
+
+
+def _of_model(model: Any, args: Any, config: Config) -> Iterator[JetrlError]:
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    tp = args.vllm_tensor_parallel_size
+    if is_deepspeed_zero3_enabled():  # transformers builds no model without its weights then: their conversion checks them
+        return
+    if not isinstance(model, str):
+        if hasattr(model, "peft_config"):
+            required, fix = f"full weights {_UNTESTED}", "pass the model without adapters"
+            yield ConfigError(explain("GRPOTrainer's model", required=required, found="a model of peft's", fix=fix))
+        yield from raised(lambda: check_model(model.config, config))
+        yield from model_problems(model.config, config, tp)
+        return
+    hf_config = yield from checkpoint_problems(model, config, tp, trust_remote_code=args.trust_remote_code)
+    if hf_config is not None:
+        yield from raised(lambda: check_model(hf_config, config))
+        say_share(model, config, tp)
+
+
+def check_built(trainer: Any, model: Any, config: Config) -> None:
+    """Raise the first error about a loaded model, and about how accelerate would wrap it."""
+    state = trainer.accelerator.state
+    for problem in broken(ACCELERATOR, lambda name: getattr(state, name, None), config, "accelerate's {}".format):
+        raise problem
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        required, fix = "a model on one device", "start one process for each GPU with `accelerate launch`"
+        raise ConfigError(explain("GRPOTrainer's model", required=required, found=f"one on {', '.join(devices)}", fix=fix))
+    if getattr(model, "use_kernels", False):
+        required, fix = "the layers of transformers", "load the model without use_kernels"
+        raise ConflictError(explain("GRPOTrainer's model", required=required, found="kernels from a hub", fix=fix))
+    check_model(model.config, config)
+
+
+def check_model(hf_config: Any, config: Config) -> None:
+    """Raise ModelError for a model that a quantized rollout does not support in TRL."""
+    what, fix = "the model with TRL and a quantized rollout", f"use {UNQUANTIZED}"
+    if is_vision_language(hf_config):
+        found = f"model_type={hf_config.model_type!r}"
+        raise ModelError(explain(what, required=f"a text model {_UNTESTED}", found=found, fix=fix))
+    require_attention(hf_config, what, fix)
+    if config.exact and (scale := getattr(hf_config, "logits_scaling", 1.0)) != 1.0:
+        required, found = "logits that lm_head alone computes", f"logits_scaling={scale}"
+        raise ModelError(explain("align='exact' in TRL", required=required, found=found, fix="use align='linear'"))
+
+
+def _name(path: str) -> str:
+    owner, _, name = path.rpartition(".")
+    return f"GRPOTrainer's {name}" if owner else f"GRPOConfig's {name}"
+
+
+def unsupported(trainer: str, config: Config) -> ConfigError:
+    """The error for a trainer of TRL that the plugin does not know."""
+    what, fix = f"{trainer} with precision={config.precision!r}", "use it, or run this program without jetrl_patch"
+    return ConfigError(explain(what, required="trl.GRPOTrainer", found="another trainer", fix=f"{fix} (JETRL_ENABLED=0)"))
+
+
+@replacement
+def refuse_server(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``VLLMClient.__init__``: weights for a server do not go through the plugin."""
+    what, required = f"TRL with precision={session.active_config().precision!r}", f"a colocated engine {_UNTESTED}"
+    raise ConfigError(explain(what, required=required, found="a vLLM server", fix="use vllm_mode='colocate'"))

@@ -1,0 +1,73 @@
+"""What the patches of this process share: the trainers that they serve, and what each of them has sampled and compared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jetrl_patch.trainer.audit import Audit
+from jetrl_patch.trainer.source import Source
+
+
+@dataclass
+class Sampled:
+    """The rollout's log-probs of a batch in ``_generate_and_score_completions``, for the policy's pass to return.
+
+    Attributes:
+        log_probs: a list for each completion; None where the rollout had none.
+        model_tokens: lists of 1 for the model's own tokens and 0 for a tool's; None without tools.
+        taken: whether the pass has been left out.
+    """
+
+    log_probs: list[list[float | None]]
+    model_tokens: list[list[int]] | None
+    taken: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """One trainer.
+
+    Attributes:
+        source: what a weight sync sends of the policy; None if the rollout is not quantized.
+        followers: the reference model, which follows the precision guard.
+        sampled: in ``_generate_and_score_completions``, if the policy's pass over the batch may be left out.
+        sampled_at: "train" or "eval" -> the trainer's step when its last batch was sampled.
+        checked: the batch in ``_compute_loss``, if the weights are those that sampled it.
+        compares: whether updates compare the batch, because no pass over it has run.
+        unchecked: whether a pass was left out and no update has compared anything since.
+        audit: the comparisons since the last log line.
+        synced: the figures of the weight syncs since the last log line.
+    """
+
+    source: Source | None = None
+    followers: list[Source] = field(default_factory=list)
+    sampled: Sampled | None = None
+    sampled_at: dict[str, int] = field(default_factory=dict)
+    checked: dict[str, Any] | None = None
+    compares: bool = False
+    unchecked: bool = False
+    audit: Audit = field(default_factory=Audit)
+    synced: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Building:
+    """The trainer whose constructor runs: TRL builds its models and its engine there, without passing them the trainer."""
+
+    trainer: Any = None
+
+
+#: trainer -> its run, and ``VLLMGeneration`` -> the run of its trainer
+RUNS: MutableMapping[Any, Run] = weakref.WeakKeyDictionary()
+ENGINES: MutableMapping[Any, Run] = weakref.WeakKeyDictionary()
+BUILDING = Building()
+
+
+def reset() -> None:
+    """Restore the initial state. Called by ``disable()``."""
+    RUNS.clear()
+    ENGINES.clear()
+    BUILDING.trainer = None

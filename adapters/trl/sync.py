@@ -1,0 +1,38 @@
+"""The weight sync: the policy's bytes and scales go to the engine in the same process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jetrl_patch import loop, session
+from jetrl_patch.adapters.trl.state import ENGINES, Run
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.sync.send import NamedTensor, SyncStats
+from jetrl_patch.trainer.audit import sync_report
+
+
+@replacement
+def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
+    """Wrap ``VLLMGeneration._iter_named_params``, whose weights ``sync_weights`` loads into the engine one by one.
+
+    It sends them itself and leaves ``sync_weights`` the rest: waking the engine up, and dropping cached prefixes.
+    """
+    run, config = ENGINES[self], session.active_config()
+    if config.quantized_rollout:
+        send(run, self, lambda: original(self))
+    else:
+        yield from original(self)
+
+
+def send(run: Run, generation: Any, weights: Any) -> None:
+    """Run one sync, on every rank. ``weights`` returns an iterator over all weights by their Hugging Face names.
+
+    Raises SyncError or AuditError; the engine then no longer generates.
+    """
+    source, start, stats = run.source, time.perf_counter(), SyncStats()
+    assert source is not None, "the policy was converted before its engine was built"
+    source.begin_sync(weights, run.followers)
+    generation.llm.collective_rpc(loop.receive, args=(source.stream(weights(), stats),))
+    run.synced.append(sync_report(stats, start) | {"monitor": source.end_sync()})

@@ -1,0 +1,47 @@
+"""The mismatch of TRL's GRPOTrainer in each mode and layout, on a CPU: ``python -m benchmarks.trl_modes`` prints the table."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.trl import train
+
+EXACT: dict[str, Any] = {"precision": "fp8-unified"}
+ZERO3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto",
+         "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}  # fmt: skip
+STEPS = 3
+#: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "exact": (EXACT, {}, 1),
+    "exact, BF16 weights": (EXACT, {"model_init_kwargs": {"dtype": "bfloat16"}}, 1),
+    "exact, reference model, two batches accumulated": (EXACT, {"beta": 0.04, "gradient_accumulation_steps": 2}, 1),
+    "exact, 2 ranks, DDP": (EXACT, {}, 2),
+    "exact, 2 ranks, engine with TP 2": (EXACT, {"vllm_tensor_parallel_size": 2}, 2),
+    "exact, 2 ranks, ZeRO-3": (EXACT, {"deepspeed": ZERO3}, 2),
+    '`align="linear"`': ({**EXACT, "align": "linear"}, {}, 1),
+    '`precision="fp8-rollout"`': ({"precision": "fp8-rollout"}, {}, 1),
+    '`precision="int8-rollout"`': ({"precision": "int8-rollout"}, {}, 1),
+    '`precision="bf16"`, which only measures': ({"precision": "bf16"}, {}, 1),
+}  # fmt: skip
+
+
+def row(name: str) -> str:
+    plugin, settings, ranks = RUNS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        log = train(Path(folder), plugin, {"max_steps": STEPS, "max_completion_length": 40, **settings}, ranks)
+    lines = [line for line in log if "grad_norm" in line]
+    assert len(lines) == STEPS
+    tokens = sum(line["jetrl/tokens"] for line in lines)
+    equal = sum(line["jetrl/tokens"] * line["jetrl/bit_equal_fraction"] for line in lines)
+    means = [line["jetrl/logp_abs_diff_mean"] for line in lines]
+    far = f"{min(means):.3f} to {max(means):.3f}" if max(means) else "0"
+    most = max(line["jetrl/logp_abs_diff_max"] for line in lines)
+    return f"| {name} | {tokens:,.0f} | {equal / tokens:.1%} | {far} | {most:.2f} |"
+
+
+if __name__ == "__main__":
+    print("| run | tokens | bit-equal | mean &#124;Δlogp&#124; of a step, nats | max |\n| --- | --- | --- | --- | --- |")
+    for name in RUNS:
+        print(row(name), flush=True)

@@ -1,0 +1,1 @@
+"""Sums in words with TRL's ``GRPOTrainer``."""

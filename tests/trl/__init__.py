@@ -1,0 +1,51 @@
+"""TRL in a folder of its own: verl imports it wherever it is installed. So every test runs it in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: what `make trl` installs
+TRL = Path(sys.prefix) / "trl"
+needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason=f"needs {TRL}, which `make trl` makes")
+#: seconds for one process
+LIMIT = 600
+
+
+def environ() -> dict[str, str]:
+    """What a process needs to find TRL."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in (str(TRL), os.environ.get("PYTHONPATH", "")) if path)}
+
+
+def run_python(
+    folder: Path, *words: str, ranks: int = 1, plugin: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python on ``words``, as each of ``ranks`` ranks by torchrun, with the plugin's variables alone."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    own = {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
+        "VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1",  # what stock vLLM needs here; TRL has no enforce_eager
+    }  # fmt: skip
+    python = [sys.executable]
+    if ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        own["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        [*python, *words], capture_output=True, text=True, cwd=folder, timeout=LIMIT,
+        env={**clean, **environ(), **own, **(plugin or {})},
+    )  # fmt: skip
+
+
+def train(folder: Path, plugin: dict[str, Any], settings: dict[str, Any] | None = None, ranks: int = 1) -> list[dict[str, float]]:
+    """Run ``script.py``, and return TRL's log of rank 0."""
+    words = [json.dumps(plugin), json.dumps(settings or {})]
+    done = run_python(folder, str(Path(__file__).with_name("script.py")), *words, ranks=ranks)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found: list[dict[str, float]] = json.loads((folder / "log.json").read_text())
+    return found

@@ -1,0 +1,81 @@
+"""What TRL's real classes say: JSON of the settings' names, the errors of given cases, refusals, and what ``disable()`` leaves.
+
+Standard input is a JSON list of cases: the plugin's settings, those of ``GRPOConfig``, and arguments of ``GRPOTrainer``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jetrl_patch
+from jetrl_patch.adapters.trl import patches, settings
+from jetrl_patch.config import Config
+from jetrl_patch.patching.journal import raw_entry
+from jetrl_patch.patching.patch import find_target
+
+from datasets import Dataset  # isort: skip
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # isort: skip
+
+CHECKPOINT = str(Path(__file__).parents[2] / "examples" / "words" / "checkpoint")
+BASE: dict[str, Any] = {"use_cpu": True, "use_vllm": True, "report_to": "none", "output_dir": "out"}
+
+
+class Theirs(GRPOTrainer):  # type: ignore[misc]
+    """A trainer that some package builds on TRL's."""
+
+
+def errors(plugin: dict[str, Any], given: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
+    known = {name: value for name, value in given.items() if name in SETTABLE}
+    args = GRPOConfig(**(BASE | known))
+    for name, value in given.items():
+        setattr(args, name, value)  # also what only a GPU may have
+    own = object.__new__(GRPOTrainer)
+    found = settings.problems({"self": own, "model": CHECKPOINT, "args": args, **arguments}, Config(**plugin))
+    return [f"{type(error).__name__}: {error}" for error in found]
+
+
+def refused(make: Any) -> str:
+    try:
+        make()
+    except jetrl_patch.JetrlError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def entries() -> dict[str, int]:
+    found = {}
+    for patch in patches.PATCHES:
+        owner, name, _ = find_target(importlib.import_module(patch.module), patch.attr)
+        found[patch.target] = id(raw_entry(owner, name))
+    return found
+
+
+SETTABLE = {"temperature"}
+before = entries()
+jetrl_patch.enable(precision="fp8-unified")
+during = entries()
+rewards = [lambda completions, **_: [0.0] * len(completions)]
+prompts = Dataset.from_dict({"prompt": ["a"] * 8})
+refusals = {
+    "RLOO": refused(lambda: RLOOTrainer(CHECKPOINT, rewards, RLOOConfig(**BASE), train_dataset=prompts)),
+    "no config": refused(lambda: GRPOTrainer(CHECKPOINT, rewards)),
+}
+Theirs.__module__ = "swift.trainers"
+refusals["swift"] = refused(lambda: Theirs(CHECKPOINT, rewards, GRPOConfig(**BASE)))
+jetrl_patch.disable()
+print(
+    json.dumps(
+        {
+            "names": [field.name for field in dataclasses.fields(GRPOConfig)],
+            "errors": [errors(*case) for case in json.loads(sys.stdin.read())],
+            "refusals": refusals,
+            "patched": sorted(target for target in before if during[target] != before[target]),
+            "left": sorted(target for target, entry in entries().items() if entry != before[target]),
+        }
+    )
+)

@@ -1,0 +1,117 @@
+"""TRL's own GRPOTrainer with real vLLM in its process, on the CPU: equality and figures of whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trl import LIMIT, needs_trl, run_python, train
+
+EXACT = {"precision": "fp8-unified"}
+SCRIPT = str(Path(__file__).with_name("script.py"))
+
+pytestmark = [needs_trl, pytest.mark.e2e, pytest.mark.timeout(3 * LIMIT)]
+
+
+def steps_of(log: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    found = [line for line in log if "grad_norm" in line]
+    assert len(found) == steps
+    return found
+
+
+def assert_exact(line: dict[str, Any], prefix: str = "") -> None:
+    assert line[f"{prefix}jetrl/bit_equal_fraction"] == 1.0 and line[f"{prefix}jetrl/tokens"] >= 64, line
+    assert line[f"{prefix}jetrl/logp_abs_diff_max"] == 0.0
+    for name in ("min", "mean", "max"):
+        assert line[f"{prefix}sampling/importance_sampling_ratio/{name}"] == 1.0
+
+
+def test_trls_defaults_are_exact_and_a_checkpoint_keeps_the_settings(tmp_path: Path) -> None:
+    """FP32 masters, autocast, gradient checkpointing. No pass for old log-probs runs, and every token is compared."""
+    found = steps_of(train(tmp_path, EXACT, {"save_strategy": "steps", "save_steps": 2}), 3)
+    for line in found:
+        assert_exact(line)
+        assert line["jetrl/audited_tokens"] == line["jetrl/tokens"]
+        assert line["jetrl/quantized_layers"] == 28 and 0 < line["jetrl/sync_bytes"] <= 0.55 * line["jetrl/sync_bytes_bf16"]
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert json.loads((checkpoint / "jetrl.json").read_text())["settings"]["precision"] == "fp8-unified"
+    for plugin, ends in ((EXACT, ""), ({"precision": "fp8-rollout"}, "required precision='fp8-rollout'")):
+        done = run_python(tmp_path, SCRIPT, json.dumps(plugin), json.dumps({"resume": str(checkpoint)}))
+        if ends:
+            assert done.returncode == 1 and f"ConfigError: resuming {checkpoint}: {ends}" in done.stderr, done.stderr[-3000:]
+        else:
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert_exact(json.loads((tmp_path / "log.json").read_text())[-2])
+
+
+def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path) -> None:
+    settings = {
+        "per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2,
+        "max_steps": 6, "beta": 0.04, "mask_truncated_completions": True, "temperature": 0.8, "eval_strategy": "steps",
+        "eval_steps": 3, "per_device_eval_batch_size": 8, "eval_on_start": False,
+    }  # fmt: skip
+    log = train(tmp_path, EXACT, settings)
+    found = steps_of(log, 6)
+    # a batch of 16 samples serves four updates: the first compares its half, and the pass one sample of the others
+    for line in (found[0], found[4]):
+        assert line["jetrl/bit_equal_fraction"] == 1.0 and line["jetrl/tokens"] > 0
+    assert not any("jetrl/tokens" in line for line in (found[1], found[2], found[3], found[5]))
+    evaluations = [line for line in log if "eval_loss" in line]
+    assert len(evaluations) == 2
+    for line in evaluations:
+        assert line["eval_jetrl/bit_equal_fraction"] == 1.0 and line["eval_jetrl/tokens"] > 0
+
+
+@pytest.mark.parametrize("settings", [{"deepspeed": 3, "vllm_tensor_parallel_size": 2}, {}])
+def test_two_ranks(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """ZeRO-3 with an engine on both ranks; DDP with an engine on each."""
+    if stage := settings.get("deepspeed"):
+        zero = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+        sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+        settings = {**settings, "deepspeed": zero | sizes}
+    for line in steps_of(train(tmp_path, EXACT, {**settings, "max_steps": 2, "beta": 0.04}, ranks=2), 2):
+        assert_exact(line)
+
+
+def test_a_rank_without_the_plugin_stops_the_run(tmp_path: Path) -> None:
+    plugin = json.dumps({**EXACT, "sync_timeout": 30.0})
+    done = run_python(tmp_path, SCRIPT, plugin, json.dumps({"half": True}), ranks=2)
+    assert done.returncode == 1 and "required jetrl_patch in every rank, found no word from rank 1 in 30 s" in done.stderr
+
+
+def test_weights_that_change_between_rollout_and_update_stop_the_run(tmp_path: Path) -> None:
+    """The comparison that stands for the pass: without it the run would train on log-probs that nobody had checked."""
+    done = run_python(tmp_path, SCRIPT, json.dumps(EXACT), json.dumps({"change": True}))
+    assert done.returncode == 1 and "AuditError: log-prob of response token 0 of sample 0" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_pass_that_is_left_out_would_change_no_weight(tmp_path: Path) -> None:
+    import torch
+
+    found = []
+    for name in ("rollout", "recompute"):
+        settings = {"weights": f"{name}.pt", "max_steps": 2}
+        for line in steps_of(train(tmp_path, {**EXACT, "old_log_probs": name}, settings), 2):
+            assert_exact(line)
+        found.append(torch.load(tmp_path / f"{name}.pt"))
+    assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8-rollout", "int8-rollout"])
+def test_a_rollout_in_another_precision_is_measured(tmp_path: Path, precision: str) -> None:
+    for line in steps_of(train(tmp_path, {"precision": precision}, {"max_steps": 2}), 2):
+        assert line["jetrl/bit_equal_fraction"] < 0.1 and 1e-3 < line["jetrl/logp_abs_diff_mean"] < 0.5
+        assert line["jetrl/logp_abs_diff_mean"] == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4)
+
+
+def test_linear_alignment_is_measured(tmp_path: Path) -> None:
+    """TRL's pass runs, and both see the same difference."""
+    for line in steps_of(train(tmp_path, {**EXACT, "align": "linear"}, {"max_steps": 2}), 2):
+        assert line["jetrl/bit_equal_fraction"] < 0.1 and 1e-3 < line["jetrl/logp_abs_diff_mean"] < 0.5
+        assert line["jetrl/logp_abs_diff_mean"] == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4)
+        assert "jetrl/audited_tokens" not in line

@@ -1,0 +1,166 @@
+"""Every setting of ``GRPOConfig`` is handled, refused or harmless; refusals by name; ``disable()`` with TRL imported."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl_patch.adapters.trl import adapter, patches, settings
+from jetrl_patch.config import Config
+from jetrl_patch.patching import guards
+from tests.trl import LIMIT, TRL, environ, needs_trl
+
+pytestmark = [needs_trl, pytest.mark.timeout(2 * LIMIT)]
+
+UNIFIED = {"precision": "fp8-unified"}
+LINEAR = {**UNIFIED, "align": "linear"}
+
+#: why a setting needs no rule -> settings
+HARMLESS = {
+    "read where it is needed": "trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
+    "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
+    "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 "
+    "torch_compile_backend torch_compile_mode",
+    "the loss is a function of both log-probs": "epsilon epsilon_high delta loss_type importance_sampling_level scale_rewards "
+    "reward_weights multi_objective_aggregation sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos "
+    "vespo_k_neg "
+    "vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max "
+    "entropy_coef_delta "
+    "entropy_target off_policy_mask_threshold use_bias_correction_kl vllm_importance_sampling_mode mask_truncated_completions "
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap label_smoothing_factor",
+    "shapes of batches, on which no bit depends": "num_generations num_generations_eval generation_batch_size pad_to_multiple_of "
+    "per_device_train_batch_size per_device_eval_batch_size auto_find_batch_size max_completion_length vllm_max_model_length "
+    "vllm_gpu_memory_utilization average_tokens_across_devices",
+    "read only without vLLM, or with a server": "ds3_gather_for_generation cache_implementation vllm_server_base_url "
+    "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port use_transformers_continuous_batching use_cache "
+    "transformers_continuous_batching_config use_transformers_paged",
+    "read only with a setting that is refused": "liger_kernel_config ref_model_mixup_alpha ref_model_sync_steps "
+    "max_tool_calling_iterations",
+    "the optimizer writes weights, which the next sync sends": "learning_rate optim optim_args optim_target_modules adam_beta1 "
+    "adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps",
+    "exact mode turns dropout off itself": "disable_dropout",
+    "recomputation runs the same ops": "gradient_checkpointing gradient_checkpointing_kwargs",
+    "which prompts": "shuffle_dataset chat_template_kwargs data_seed seed dataloader_drop_last dataloader_num_workers "
+    "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor remove_unused_columns "
+    "train_sampling_strategy "
+    "ignore_data_skip label_names length_column_name include_for_metrics include_num_input_tokens_seen",
+    "how long, and what is logged, saved and evaluated": "max_steps num_train_epochs do_train do_eval do_predict eval_steps "
+    "eval_strategy eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
+    "batch_eval_metrics prediction_loss_only logging_dir logging_first_step logging_nan_inf_filter logging_steps "
+    "logging_strategy "
+    "log_level log_level_replica log_on_each_node log_completions log_multimodal num_completions_to_print log_unique_prompts "
+    "log_completions_hub_repo report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm "
+    "save_on_each_node save_only_model save_steps save_strategy save_total_limit enable_jit_checkpoint load_best_model_at_end "
+    "metric_for_best_model greater_is_better restore_callback_states_from_checkpoint push_to_hub hub_always_push hub_model_id "
+    "hub_private_repo hub_revision hub_strategy hub_token skip_memory_metrics debug",
+    "the process and its group": "use_cpu local_rank ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph "
+    "ddp_find_unused_parameters ddp_timeout torch_empty_cache_steps tf32",
+}
+
+#: the plugin's settings, GRPOConfig's, arguments -> how the only error begins; None if there is none
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] = [
+    (UNIFIED, {}, {}, None),
+    (UNIFIED, {"temperature": 0.7, "generation_kwargs": {"seed": 3, "stop": ["."]}, "top_k": -1, "min_p": 0.0}, {}, None),
+    ({"precision": "bf16"}, {"use_vllm": False, "top_p": 0.9, "fp16": True}, {"peft_config": 1}, None),
+    (LINEAR, {"top_p": 0.9, "use_liger_kernel": True, "generation_kwargs": {"logit_bias": {}}}, {}, None),
+    (UNIFIED, {"model_init_kwargs": {"dtype": "bfloat16"}}, {}, None),
+    *(
+        (UNIFIED, {name: value}, {}, f"{kind}: GRPOConfig's {name} with precision='fp8-unified', align='exact': required ")
+        for name, value, kind in (
+            ("use_vllm", False, "ConfigError"), ("vllm_mode", "server", "ConfigError"),
+            ("vllm_model_impl", "auto", "ConfigError"),
+            ("vllm_enable_sleep_mode", True, "ConfigError"), ("fp16", True, "ConfigError"),
+            ("torch_compile", True, "ConfigError"),
+            ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
+            ("neftune_noise_alpha", 5.0, "ConfigError"), ("router_aux_loss_coef", 0.1, "ConfigError"),
+            ("sync_ref_model", True, "ConfigError"), ("top_p", 0.9, "ConfigError"), ("top_k", 20, "ConfigError"),
+            ("min_p", 0.1, "ConfigError"), ("repetition_penalty", 1.1, "ConfigError"),
+            ("vllm_structured_outputs_regex", "a", "ConfigError"), ("generation_kwargs", {"logit_bias": {1: 2}}, "ConfigError"),
+            ("temperature", 0.001, "ConfigError"), ("model_init_kwargs", {"use_kernels": True}, "ConfigError"),
+            ("model_init_kwargs", {"dtype": "float16"}, "ConfigError"), ("bf16_full_eval", True, "ConfigError"),
+            ("fp16_full_eval", True, "ConfigError"),
+        )
+    ),
+    *(
+        (UNIFIED, {}, {name: 1}, f"{kind}: GRPOTrainer's {name} with precision='fp8-unified', align='exact': required ")
+        for name, kind in (
+            ("peft_config", "ConfigError"), ("tools", "ConfigError"), ("environment_factory", "ConfigError"),
+            ("quantization_config", "ConflictError"), ("rollout_func", "ConfigError"),
+        )
+    ),
+    ({"precision": "fp16"}, {}, {}, "ConfigError: precision with TRL: required no such setting, found 'fp16'. Use another"),
+    ({"precision": "fp8-rollout", "correction": "tis"}, {}, {}, "ConfigError: correction with TRL: required no such setting"),
+    ({**UNIFIED, "sync": "delta"}, {}, {}, "ConfigError: sync with TRL: required no such setting, found 'delta'. Leave it unset"),
+    ({**UNIFIED, "optimizer_states": "8bit"}, {}, {}, "ConfigError: optimizer_states with TRL: required no such setting"),
+    ({**UNIFIED, "measure_routes": True}, {}, {}, "ConfigError: measure_routes with TRL: required no such setting"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``settings_script.py`` says of all cases, in one process."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("settings_script.py"))], input=json.dumps([case[:3] for case in CASES]),
+        capture_output=True, text=True, cwd=tmp_path_factory.mktemp("settings"), timeout=LIMIT,
+        env={**clean, **environ(), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_every_setting_is_handled_or_refused_or_harmless(said: dict[str, Any]) -> None:
+    refused = {rule.path for rule in settings.RULES if not rule.path.startswith("trainer.")}
+    harmless = [name for names in HARMLESS.values() for name in names.split()]
+    assert len(harmless) == len(set(harmless)) and not refused & set(harmless)
+    assert refused | set(harmless) == set(said["names"]), "look at the code that reads it, and give it a rule or a reason"
+
+
+def test_each_refusal_names_the_setting_and_nothing_else_is_refused(said: dict[str, Any]) -> None:
+    for (plugin, given, arguments, begins), errors in zip(CASES, said["errors"], strict=True):
+        what = f"{plugin} {given} {arguments}: {errors}"
+        assert len(errors) == (begins is not None), what
+        assert begins is None or errors[0].startswith(begins), what
+
+
+def test_other_trainers_are_refused_by_name(said: dict[str, Any]) -> None:
+    found = said["refusals"]
+    of = "required trl.GRPOTrainer, found another trainer. Use it, or run this program without jetrl_patch (JETRL_ENABLED=0)."
+    assert found["RLOO"] == f"ConfigError: trl.trainer.rloo_trainer.RLOOTrainer with precision='fp8-unified': {of}"
+    assert found["swift"] == f"ConfigError: swift.trainers.Theirs with precision='fp8-unified': {of}"
+    assert found["no config"].startswith("ConfigError: GRPOTrainer: required a GRPOConfig with use_vllm=True, found none.")
+
+
+def test_the_trainers_that_build_engines_are_known() -> None:
+    """Each of these is refused where it builds an engine: by this adapter, or as a package that builds one of its own."""
+    users = set()
+    for path in (TRL / "trl").rglob("*.py"):
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if any(isinstance(call, ast.Name) and call.id in ("VLLMGeneration", "LLM") for call in calls):
+            users.add(path.relative_to(TRL / "trl").with_suffix("").as_posix())
+    assert users == {
+        "generation/vllm_generation", "trainer/grpo_trainer", "trainer/rloo_trainer", "trainer/distillation_trainer",
+        "experimental/sdpo/sdpo_trainer", "experimental/gold/gold_trainer", "experimental/iw_opd/iw_opd_trainer",
+        "experimental/sdft/sdft_trainer", "experimental/online_dpo/online_dpo_trainer",
+    }  # fmt: skip
+
+
+def test_disable_restores_the_identical_objects_with_trl_imported(said: dict[str, Any]) -> None:
+    unified = Config(**UNIFIED)
+    assert said["patched"] == sorted(patch.target for patch in patches.patches_of(unified))
+    assert said["left"] == []
+
+
+def test_another_version_of_trl_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engines are refused as those of an unknown trainer, and a program that only has it installed goes on."""
+    monkeypatch.setattr(patches, "check_version", lambda name: (False, "trl 0.9"))
+    assert adapter.ADAPTER.patches(Config(**UNIFIED)) == ()
+    assert "trl" not in adapter.ADAPTER.requires and guards.check_version("trl")
