@@ -23,10 +23,8 @@ TORCH = ("2.11.0", "2.12.0", "2.13.0")
 
 
 def test_the_tested_versions_are_supported_and_pinned() -> None:
-    root = Path(__file__).resolve().parent.parent
-    pins = dict(
-        line.split("==") for line in (root / "requirements" / "cpu.txt").read_text().splitlines() if "==" in line[:60]
-    )
+    files = [ROOT / "requirements" / name for name in ("cpu.txt", "trl.txt")]
+    pins = dict(line.split("==") for file in files for line in file.read_text().splitlines() if "==" in line[:60])
     for name, (required, tested) in _versions.SUPPORTED.items():
         assert guards.SpecifierSet(required).contains(tested)
         pinned = next(pins[alias] for alias in guards.ALIASES.get(name, (name,)) if alias in pins)
@@ -50,7 +48,7 @@ def test_packages_that_break_cpu_torch_are_not_pinned() -> None:
 
 
 def test_extras_come_from_the_table() -> None:
-    for extra in ("vllm", "verl", "openrlhf"):
+    for extra in ("vllm", "verl", "openrlhf", "trl"):
         assert f"{extra}{_versions.SUPPORTED[extra][0]}" in _versions.EXTRAS[extra]
         assert f"torch{_versions.SUPPORTED['torch'][0]}" in _versions.EXTRAS[extra]
 
@@ -88,7 +86,7 @@ def test_other_pins_are_supported_and_documented(file: Path) -> None:
     assert all(f"{name} {version}" in row for name, version in pins.items()), (pins, row)
 
 
-@pytest.mark.parametrize("name", list(_versions.SUPPORTED))
+@pytest.mark.parametrize("name", sorted({*_versions.SUPPORTED} - {"trl"}))  # TRL is in a folder of its own
 def test_installed_frameworks_pass(name: str) -> None:
     ok, found = machine.check_framework(name)
     assert ok, found
@@ -228,5 +226,5 @@ def test_python_and_unknown_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_python()[1].startswith("Python 4.0 or newer is required")
     assert machine.check_framework("numpy") == (
         False,
-        "numpy is not among the supported frameworks: torch, transformers, vllm, verl, openrlhf, ray",
+        "numpy is not among the supported frameworks: torch, transformers, vllm, verl, openrlhf, trl, ray",
     )

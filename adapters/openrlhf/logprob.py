@@ -1,4 +1,4 @@
-"""Compute the trainer's log-probs as the rollout does (exact mode, FP16), or reuse the rollout's as the old ones."""
+"""Compute the trainer's log-probs as the rollout does, or reuse the rollout's as the old ones."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_forward(log_probs: Any) -> None:
         old.copy_(log_probs.detach())
 
 
-# ---- Compute the trainer's log-probs as the rollout does, in exact mode and FP16 -----------------
+# ---- Compute the trainer's log-probs as the rollout does, in modes with ``same_log_probs`` -------------
 # vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax. OpenRLHF
 # samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by −log(1 − p(EOS)). The
 # trainer bans EOS there too.

@@ -74,7 +74,6 @@ RULES: tuple[Rule, ...] = (
     Rule("vllm_enable_sleep_mode", is_set, f"False {_UNTESTED}", "set it to False", "quantized"),
     Rule("model_init_kwargs", _loads_otherwise, f"none but {', '.join(sorted(LOADING))}, and no FP16", "drop the others",
          "quantized"),
-    Rule("fp16", is_set, "BF16", "set bf16=True", "quantized"),
     Rule("fp16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
     Rule("bf16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
     Rule("torch_compile", is_set, "uncompiled layers", "set it to False", "quantized"),
@@ -99,7 +98,6 @@ RULES: tuple[Rule, ...] = (
 
 #: settings of the plugin: what TRL has itself, or what the plugin does not do there
 OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "precision": (lambda value: value == "fp16", "use another precision"),
     "correction": (other_than("none"), "use TRL's vllm_importance_sampling_mode and its clip_min and clip_max"),
     "acr": (is_set, "leave it unset"),
     "optimizer_states": (other_than("fp32"), "use TRL's optim"),
@@ -121,6 +119,9 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     for name, (bad, fix) in OWN.items():
         if bad(value := getattr(config, name)):
             yield ConfigError(explain(f"{name} with TRL", required="no such setting", found=repr(value), fix=fix))
+    if config.mode.scales_loss:
+        required, fix = "a precision without a loss scale", "use another precision"
+        yield ConfigError(explain("precision with TRL", required=required, found=repr(config.precision), fix=fix))
     args, model = arguments.get("args"), arguments.get("model")
 
     def select(path: str) -> Any:

@@ -57,7 +57,9 @@ def test_a_command_that_nothing_switches_on(model: Path) -> None:
     found = doctor("--", *verl(model, f"{R}.temperature=0"), status=1)
     assert found["verdict"] == "a run would NOT start: 2 problems"
     command = ["JETRL_PRECISION=bf16", sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *openrlhf(model)[3:]]
-    assert "only vLLM and verl load it" in named(doctor("--", *command, status=1), "switched on")["finding"]
+    assert "in every process that imports torch" in named(doctor("--", *command, status=0), "switched on")["finding"]
+    found = doctor("--", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", *command, status=1)
+    assert "keeps torch from loading it" in named(found, "switched on")["finding"]
 
 
 def test_what_the_launcher_would_refuse(model: Path) -> None:

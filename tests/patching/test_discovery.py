@@ -52,7 +52,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def test_its_own_come_in_the_order_of_application() -> None:
-    assert [adapter.name for adapter in registry.adapters()] == ["transformers", "vllm", "cpu", "ray", "verl", "openrlhf"]
+    assert [adapter.name for adapter in registry.adapters()] == ["transformers", "vllm", "cpu", "ray", "verl", "openrlhf", "trl"]
 
 
 def test_another_packages_adapter_comes_last_and_is_part_of_the_identity(install: Callable[..., None]) -> None:
@@ -99,8 +99,8 @@ def test_a_broken_package_stops_the_run(install: Callable[..., None], source: st
 
 
 def test_an_unknown_name_lists_the_known(install: Callable[..., None]) -> None:
-    with pytest.raises(PatchError, match=r"required one of transformers, .*, openrlhf, found trl"):
-        registry.resolve("trl")
+    with pytest.raises(PatchError, match=r"required one of transformers, .*, openrlhf, trl, found skyrl"):
+        registry.resolve("skyrl")
 
 
 def test_an_installation_without_entry_points_says_how_to_renew_it(

@@ -26,7 +26,7 @@ LINEAR = {**UNIFIED, "align": "linear"}
 HARMLESS = {
     "read where it is needed": "trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
     "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
-    "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 "
+    "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 fp16 "
     "torch_compile_backend torch_compile_mode",
     "the loss is a function of both log-probs": "epsilon epsilon_high delta loss_type importance_sampling_level scale_rewards "
     "reward_weights multi_objective_aggregation sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos "
@@ -76,7 +76,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
         for name, value, kind in (
             ("use_vllm", False, "ConfigError"), ("vllm_mode", "server", "ConfigError"),
             ("vllm_model_impl", "auto", "ConfigError"),
-            ("vllm_enable_sleep_mode", True, "ConfigError"), ("fp16", True, "ConfigError"),
+            ("vllm_enable_sleep_mode", True, "ConfigError"),
             ("torch_compile", True, "ConfigError"),
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
             ("neftune_noise_alpha", 5.0, "ConfigError"), ("router_aux_loss_coef", 0.1, "ConfigError"),
@@ -95,7 +95,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
             ("quantization_config", "ConflictError"), ("rollout_func", "ConfigError"),
         )
     ),
-    ({"precision": "fp16"}, {}, {}, "ConfigError: precision with TRL: required no such setting, found 'fp16'. Use another"),
+    ({"precision": "fp16"}, {}, {}, "ConfigError: precision with TRL: required a precision without a loss scale, found 'fp16'."),
     ({"precision": "fp8-rollout", "correction": "tis"}, {}, {}, "ConfigError: correction with TRL: required no such setting"),
     ({**UNIFIED, "sync": "delta"}, {}, {}, "ConfigError: sync with TRL: required no such setting, found 'delta'. Leave it unset"),
     ({**UNIFIED, "optimizer_states": "8bit"}, {}, {}, "ConfigError: optimizer_states with TRL: required no such setting"),
