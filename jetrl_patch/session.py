@@ -38,7 +38,6 @@ _session: Session | None = None  # set last: readers only ever see a complete se
 _starting: Config | None = None  # the config of an enable() that is running in this process
 _failure = ""  # why the last session failed; empty if it did not
 _notes = Notes()
-_looking = False  # whether entry points leave this process alone
 
 
 def is_active() -> bool:
@@ -277,7 +276,7 @@ def activate_from_env() -> bool:
     Raises ConfigError for a ``JETRL_*`` variable that does not exist, even if nothing opts in: the misspelled one may be the
     opt-in. With ``JETRL_ENABLED=0`` the plugin does nothing and checks nothing.
     """
-    if _looking or environment.switched_off():
+    if environment.looking() or environment.switched_off():
         return False
     environment.check_names()
     if not environment.opted_in():
@@ -285,12 +284,6 @@ def activate_from_env() -> bool:
     if _session is None and _starting is None:
         enable(Config.from_env())
     return True
-
-
-def only_look() -> None:
-    """Let the entry points leave this process unpatched: it reads settings and frameworks, and runs nothing."""
-    global _looking
-    _looking = True
 
 
 def status() -> Status:

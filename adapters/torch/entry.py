@@ -8,6 +8,8 @@ failure raises ``PluginFailed``.
 
 from __future__ import annotations
 
+import sys
+
 __all__ = ["register"]
 
 
@@ -21,7 +23,18 @@ def register() -> None:
 
     if not environment.mentioned():
         return
-    from jetrl_patch import session
+    from jetrl_patch.patching.patch import importing, watch
 
-    with PluginFailed.instead():
-        session.activate_from_env()
+    def activate(_: object) -> None:
+        from jetrl_patch import session
+
+        with PluginFailed.instead():
+            session.activate_from_env()
+
+    # a module of ours that imports torch is not complete yet, nor are those that import it; the first to begin ends last
+    ours = (name for name, module in list(sys.modules.items()) if name.startswith("jetrl_patch.") and importing(module))
+    unfinished = next(ours, None)
+    if unfinished is None:
+        activate(None)
+    else:
+        watch(unfinished, activate)

@@ -24,9 +24,10 @@ class TrlAdapter(Adapter):
         return patches.patches(config)
 
     def trains(self, trainer: Any) -> bool:
-        from jetrl_patch.adapters.trl.state import RUNS
+        from jetrl_patch.adapters.trl.state import run_of
 
-        return trainer in RUNS
+        ours = any(kind.__module__ == "trl.trainer.grpo_trainer" for kind in type(trainer).__mro__)
+        return ours and bool(run_of(trainer))
 
     def on_undo(self) -> None:
         """Drop the converted models' records."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl.state import RUNS, Run, Sampled
+from jetrl_patch.adapters.trl.state import Run, Sampled, run_of
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import sample
@@ -18,7 +18,7 @@ from jetrl_patch.trainer.audit import sample
 @replacement
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``GRPOTrainer._generate``: keep the rollout's log-probs, if they are to stand for the policy's."""
-    found, run = original(self, *args, **kwargs), RUNS[self]
+    found, run = original(self, *args, **kwargs), run_of(self)
     if session.active_config().skips_old_pass and not run.audit.failed and computes_old(self) and found[4] is not None:
         run.sampled = Sampled(log_probs=found[4], model_tokens=found[2])
     return found
@@ -33,7 +33,7 @@ def computes_old(trainer: Any) -> bool:
 @replacement
 def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``GRPOTrainer._generate_and_score_completions``: compare the log-probs of a pass that ran."""
-    run = RUNS[self]
+    run = run_of(self)
     if run.unchecked:
         what, found = "the forward pass of an update in exact mode", f"a step of {type(self).__qualname__} without it"
         required = "one whose log-probs are compared with the rollout's"
@@ -59,7 +59,8 @@ def per_token_logps(
 
     While completions are made, its first call is the policy's pass. In ``_compute_loss`` it is the update's forward pass.
     """
-    run, sampled = RUNS[self], RUNS[self].sampled
+    run = run_of(self)
+    sampled = run.sampled
     if sampled is not None and not sampled.taken:
         like, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         old, rows = _padded(sampled.log_probs, like), _to_audit(self, len(like))
@@ -101,7 +102,7 @@ def _to_audit(trainer: Any, rows: int) -> list[int]:
 @replacement
 def compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -> Any:
     """Wrap ``GRPOTrainer._compute_loss``: its forward pass is compared with the rollout, if their weights are the same."""
-    run = RUNS[self]
+    run = run_of(self)
     current = self.state.global_step == run.sampled_at.get(_mode(self))
     if current and run.compares and "sampling_per_token_logps" in inputs:
         run.checked = inputs

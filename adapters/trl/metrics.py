@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl.state import RUNS
+from jetrl_patch.adapters.trl.state import RUNS, run_of
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.audit import step_metrics, sync_metrics
@@ -17,7 +17,7 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
     """Wrap ``GRPOTrainer.log``, which all ranks call: the figures since the last line go where TRL's own do."""
     from accelerate.utils import gather_object
 
-    run = RUNS[self]
+    run = run_of(self)
     reports = gather_object([{"audit": run.audit.report(), "synced": run.synced}])
     run.synced = []
     metrics: dict[str, float] = {}

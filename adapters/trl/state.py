@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetrl_patch.errors import NotPatchedError, explain
 from jetrl_patch.trainer.audit import Audit
 from jetrl_patch.trainer.source import Source
 
@@ -64,6 +65,15 @@ class Building:
 RUNS: MutableMapping[Any, Run] = weakref.WeakKeyDictionary()
 ENGINES: MutableMapping[Any, Run] = weakref.WeakKeyDictionary()
 BUILDING = Building()
+
+
+def run_of(owner: Any) -> Run:
+    """The run of a trainer or of its ``VLLMGeneration``. Raises NotPatchedError if it was built before ``enable()``."""
+    found = RUNS.get(owner) or ENGINES.get(owner)
+    if found is None:
+        required, words = "a trainer that is built after jetrl_patch.enable()", f"a {type(owner).__name__} from before it"
+        raise NotPatchedError(explain("TRL", required=required, found=words, fix="build the trainer after enable()"))
+    return found
 
 
 def reset() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch import loop, session
-from jetrl_patch.adapters.trl.state import ENGINES, Run
+from jetrl_patch.adapters.trl.state import Run, run_of
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.send import NamedTensor, SyncStats
 from jetrl_patch.trainer.audit import sync_report
@@ -19,7 +19,7 @@ def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
 
     It sends them itself and leaves ``sync_weights`` the rest: waking the engine up, and dropping cached prefixes.
     """
-    run, config = ENGINES[self], session.active_config()
+    run, config = run_of(self), session.active_config()
     if config.quantized_rollout:
         send(run, self, lambda: original(self))
     else:

@@ -197,12 +197,12 @@ def main() -> None:
         # bypass click, which would drop a lone `--` and catch the program's KeyboardInterrupt
         launch.main(sys.argv[1], sys.argv[2:])
         return
-    from jetrl_patch import session
+    from jetrl_patch.config import environment
 
-    session.only_look()
     try:
         offered()  # without them the frameworks' commands are missing, which has a better reason than "no such command"
-        app()
+        with environment.only_looking():
+            app()
     except JetrlError as error:
         print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

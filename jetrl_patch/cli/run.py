@@ -170,28 +170,34 @@ def main(command: str, words: Sequence[str]) -> None:
     the program's own.
     """
     try:
-        launch = split(command, words, registry.programs())
-        if launch.help:
-            print(usage(), end="")
-            return
-        shell = () if launch.is_module else as_command(launch.target)
-        wanted = _wanted(launch)
-        if shell:
-            if not wanted:
-                _say_unpatched(launch)
-            execute(shell, launch.arguments, launch.overrides, wanted)
-        prepare(launch.target, launch.is_module)
-        if wanted:
-            problem = program_problem(launch.target)
-            if problem is not None:
-                raise problem
-            _enable(launch.overrides)
-        else:
-            _say_unpatched(launch)
+        with environment.only_looking():  # the options decide, too
+            launch = split(command, words, registry.programs())
+            if launch.help:
+                print(usage(), end="")
+                return
+            _start(launch)
     except JetrlError as error:
         print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
     run(launch.target, launch.is_module, launch.arguments)
+
+
+def _start(launch: Launch) -> None:
+    """Check a launch and enable the plugin if it asks for it. Does not return if the target is a command."""
+    shell = () if launch.is_module else as_command(launch.target)
+    wanted = _wanted(launch)
+    if shell:
+        if not wanted:
+            _say_unpatched(launch)
+        execute(shell, launch.arguments, launch.overrides, wanted)
+    prepare(launch.target, launch.is_module)
+    if wanted:
+        problem = program_problem(launch.target)
+        if problem is not None:
+            raise problem
+        _enable(launch.overrides)
+    else:
+        _say_unpatched(launch)
 
 
 def _wanted(launch: Launch) -> bool:

@@ -5,8 +5,9 @@ The variables are derived from the table of settings (``jetrl_patch/config/field
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jetrl_patch.config.fields import PREFIX as PREFIX
@@ -78,6 +79,27 @@ def switched_off(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``JETRL_ENABLED`` is set and off. Raises ConfigError for a value that is neither on nor off."""
     env = os.environ if environ is None else environ
     return bool(env.get(SWITCH, "").strip()) and not opted_in(environ)
+
+
+# ---- A process that reads settings and frameworks, and runs nothing, is not to be patched ---------
+
+_looking = False
+
+
+def looking() -> bool:
+    """Whether the entry points are to ignore the environment for now."""
+    return _looking
+
+
+@contextlib.contextmanager
+def only_looking() -> Iterator[None]:
+    """Let the entry points ignore the environment, whatever is imported meanwhile."""
+    global _looking
+    before, _looking = _looking, True
+    try:
+        yield
+    finally:
+        _looking = before
 
 
 def check_names(environ: Mapping[str, str] | None = None) -> None:

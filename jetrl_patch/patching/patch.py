@@ -141,7 +141,7 @@ def require_target(change: Patch | OnImport) -> None:
             f"Install a supported version of {root}; `jetrl doctor --status` lists them."
         )
     module = sys.modules.get(change.module)
-    if isinstance(change, Patch) and module is not None and not _importing(module):
+    if isinstance(change, Patch) and module is not None and not importing(module):
         find_target(module, change.attr)
 
 
@@ -250,9 +250,9 @@ def watch(module: str, callback: Callback) -> ImportHook:
     """
     hook = ImportHook(callback)
     loaded = sys.modules.get(module)
-    if loaded is not None and _importing(loaded):
+    if loaded is not None and importing(loaded):
         loaded = importlib.import_module(module)  # waits if another thread is importing it
-    if loaded is not None and _importing(loaded):
+    if loaded is not None and importing(loaded):
         _at_the_end(loaded, hook.fire)
     elif loaded is not None:
         hook.fire(loaded)
@@ -268,7 +268,8 @@ def _at_the_next_import(module: str, callback: Callback) -> None:
     wrapt.register_post_import_hook(callback, module)
 
 
-def _importing(module: ModuleType) -> bool:
+def importing(module: ModuleType) -> bool:
+    """Whether the import of a module has begun and not ended."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jetrl_patch import session
+from jetrl_patch.config import environment
 
 SEEN = "import sys, torch; s = sys.modules.get('jetrl_patch.session'); print(s and s.is_active())"
 
@@ -57,6 +58,15 @@ def test_a_script_may_ask_for_the_same_and_not_for_another() -> None:
 
 def test_a_command_that_only_looks_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JETRL_PRECISION", "fp8-unified")
-    monkeypatch.setattr(session, "_looking", False)
-    session.only_look()
-    assert not session.activate_from_env() and not session.is_active()
+    with environment.only_looking():
+        assert not session.activate_from_env() and not session.is_active()
+    assert session.activate_from_env() and session.is_active()
+
+
+@pytest.mark.parametrize("module", ["jetrl_patch.loop", "jetrl_patch.fp8.scaling", "jetrl_patch.exact.dispatch"])
+def test_a_module_of_ours_may_be_the_first_that_imports_torch(module: str) -> None:
+    """It is not complete when torch calls the entry point, which needs it: the process is patched once it is."""
+    seen = f"import {module}, jetrl_patch; print(jetrl_patch.status().enabled)"
+    done = run(seen, JETRL_PRECISION="fp8-unified")
+    assert done.returncode == 0 and done.stdout.strip() == "True", done.stderr
+    assert run(seen, JETRL_PRECISION="fp9").stderr.splitlines()[-1].startswith("jetrl_patch.errors.PluginFailed: ConfigError")

@@ -64,6 +64,7 @@ prompts = Dataset.from_dict({"prompt": ["a"] * 8})
 refusals = {
     "RLOO": refused(lambda: RLOOTrainer(CHECKPOINT, rewards, RLOOConfig(**BASE), train_dataset=prompts)),
     "no config": refused(lambda: GRPOTrainer(CHECKPOINT, rewards)),
+    "before": refused(lambda: object.__new__(GRPOTrainer).train()),
 }
 Theirs.__module__ = "swift.trainers"
 refusals["swift"] = refused(lambda: Theirs(CHECKPOINT, rewards, GRPOConfig(**BASE)))

@@ -137,6 +137,10 @@ def test_other_trainers_are_refused_by_name(said: dict[str, Any]) -> None:
     assert found["RLOO"] == f"ConfigError: trl.trainer.rloo_trainer.RLOOTrainer with precision='fp8-unified': {of}"
     assert found["swift"] == f"ConfigError: swift.trainers.Theirs with precision='fp8-unified': {of}"
     assert found["no config"].startswith("ConfigError: GRPOTrainer: required a GRPOConfig with use_vllm=True, found none.")
+    assert found["before"] == (
+        "NotPatchedError: TRL: required a trainer that is built after jetrl_patch.enable(), found a GRPOTrainer from before it. "
+        "Build the trainer after enable()."
+    )
 
 
 def test_the_trainers_that_build_engines_are_known() -> None:
