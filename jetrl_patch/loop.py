@@ -117,16 +117,20 @@ def log_probs(
         temperature: as the engine sampled: a number, or a tensor that broadcasts against [B, T - 1, 1].
         last: compute only the last so many columns [B, last], such as the responses behind left-padded prompts.
     """
-    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
     count = input_ids.shape[1] - 1 if last is None else last
     logits = model(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        position_ids=positions,
+        position_ids=positions(attention_mask),
         use_cache=False,
         logits_to_keep=count + 1,
     ).logits
     return token_log_probs(logits[:, :-1], input_ids[:, -count:], temperature)
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """The positions [B, T] that the engine gives the tokens of a mask [B, T], padded on either side."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def compare(trainer: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:

@@ -24,9 +24,9 @@ class TrlAdapter(Adapter):
         return patches.patches(config)
 
     def trains(self, trainer: Any) -> bool:
-        from jetrl_patch.adapters.trl.state import run_of
+        from jetrl_patch.adapters.trl.state import GRPO, run_of
 
-        ours = any(kind.__module__ == "trl.trainer.grpo_trainer" for kind in type(trainer).__mro__)
+        ours = any(kind.__module__ == GRPO for kind in type(trainer).__mro__)
         return ours and bool(run_of(trainer))
 
     def on_undo(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl.state import Run, Sampled, run_of
+from jetrl_patch.adapters.trl.state import Run, Sampled, mode_of, run_of
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import sample
@@ -19,7 +19,7 @@ from jetrl_patch.trainer.audit import sample
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``GRPOTrainer._generate``: keep the rollout's log-probs, if they are to stand for the policy's."""
     found, run = original(self, *args, **kwargs), run_of(self)
-    if session.active_config().skips_old_pass and not run.audit.failed and computes_old(self) and found[4] is not None:
+    if not run.audit.failed and computes_old(self) and found[4] is not None:
         run.sampled = Sampled(log_probs=found[4], model_tokens=found[2])
     return found
 
@@ -44,7 +44,7 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         run.unchecked = run.sampled is not None and run.sampled.taken
     finally:
         run.sampled = None
-    run.sampled_at[_mode(self)] = self._last_loaded_step
+    run.sampled_at[mode_of(self)] = self._last_loaded_step
     run.compares = run.unchecked or "old_per_token_logps" not in found
     if not run.compares:
         _compare(run, found["old_per_token_logps"], found)
@@ -94,7 +94,7 @@ def _padded(rows: Sequence[Sequence[float | None]], like: Any) -> Any:
 def _to_audit(trainer: Any, rows: int) -> list[int]:
     """The samples whose pass runs although it could be left out; none if one update sees them all."""
     updates = trainer.args.steps_per_generation * trainer.num_iterations / trainer.args.gradient_accumulation_steps
-    return [] if updates <= 1 or _mode(trainer) == "eval" else sample(rows, session.active_config().audit_fraction)
+    return [] if updates <= 1 or mode_of(trainer) == "eval" else sample(rows, session.active_config().audit_fraction)
 
 
 # ---- In an update: compare before its loss is computed -------------------------------------------
@@ -103,18 +103,13 @@ def _to_audit(trainer: Any, rows: int) -> list[int]:
 def compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -> Any:
     """Wrap ``GRPOTrainer._compute_loss``: its forward pass is compared with the rollout, if their weights are the same."""
     run = run_of(self)
-    current = self.state.global_step == run.sampled_at.get(_mode(self))
+    current = self.state.global_step == run.sampled_at.get(mode_of(self))
     if current and run.compares and "sampling_per_token_logps" in inputs:
         run.checked = inputs
     try:
         return original(self, model, inputs)
     finally:
         run.checked = None
-
-
-def _mode(trainer: Any) -> str:
-    """The kind of step, as ``GRPOTrainer`` tells them apart."""
-    return "train" if trainer.model.training else "eval"
 
 
 def _compare(run: Run, log_probs: Any, batch: Mapping[str, Any]) -> bool:

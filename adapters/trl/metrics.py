@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl.state import RUNS, run_of
+from jetrl_patch.adapters.trl.state import RUNS, mode_of, run_of
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.audit import step_metrics, sync_metrics
@@ -25,9 +25,8 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
         metrics |= step_metrics(found[0], found[1] if session.active_config().skips_old_pass else {})
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:
         metrics |= sync_metrics(synced)
-    mode = "train" if self.model.training else "eval"
     for name, value in metrics.items():
-        self._metrics[mode][name].append(float(value))
+        self._metrics[mode_of(self)][name].append(float(value))
     original(self, logs, start_time)
 
 

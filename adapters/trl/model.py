@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import session
+from jetrl_patch import loop, session
 from jetrl_patch.adapters.trl import settings
 from jetrl_patch.adapters.trl.state import BUILDING, ENGINES, RUNS, Run
 from jetrl_patch.errors import ModelError, explain
@@ -38,7 +38,7 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def add_fused_lm_head(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap ``add_fused_lm_head`` in ``GRPOTrainer.__init__``, which gets the policy, then the reference model, both as loaded."""
     trainer, config = BUILDING.trainer, session.active_config()
-    if trainer is not None and config.quantized_rollout:
+    if trainer is not None:
         settings.check_built(trainer, model, config)
         run, is_reference = RUNS[trainer], model is trainer.ref_model
         found = source.convert(
@@ -83,7 +83,7 @@ def add_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     """Add the positions that the rollout's tokens have. TRL pads prompts on the left and passes none."""
     mask = kwargs.get("attention_mask")
     if mask is not None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None:
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        kwargs["position_ids"] = loop.positions(mask)
     return args, kwargs
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetrl_patch.adapters.trl import logprob, metrics, model, settings, sync
+from jetrl_patch.adapters.trl.state import GRPO
 from jetrl_patch.patching.guards import check_version
 from jetrl_patch.patching.patch import needed
 from jetrl_patch.registry import Config, Patch
 
-_GRPO = "trl.trainer.grpo_trainer"
 _GENERATION = "trl.generation.vllm_generation"
 _HOOK = "TRL's GRPOTrainer has a hook for its loaded models, or a callback before VLLMGeneration builds the engine"
 _OLD = "TRL's GRPOTrainer has an option to take sampling_per_token_logps as old_per_token_logps, checked by the first update"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        _GRPO, "GRPOTrainer.__init__", model.trainer_init,
+        GRPO, "GRPOTrainer.__init__", model.trainer_init,
         reason="TRL does not know jetrl_patch; this rejects conflicting settings before a model is loaded",
         remove_when=_HOOK,
     ),
     Patch(
-        _GRPO, "add_fused_lm_head", model.add_fused_lm_head,
+        GRPO, "add_fused_lm_head", model.add_fused_lm_head,
         when=lambda config: config.quantized_rollout,
         reason="TRL cannot train in FP8; this converts policy and reference model as loaded, before anything wraps them",
         remove_when=_HOOK,
@@ -51,33 +51,33 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="TRL's VLLMGeneration.sync_weights takes the function that installs weights as an argument",
     ),
     Patch(
-        _GRPO, "GRPOTrainer._generate", logprob.generate,
+        GRPO, "GRPOTrainer._generate", logprob.generate,
         when=lambda config: config.skips_old_pass,
         reason="TRL computes the policy's log-probs, although in exact mode the rollout returned the same ones",
         remove_when=_OLD,
     ),
     Patch(
-        _GRPO, "GRPOTrainer._generate_and_score_completions", logprob.generate_and_score,
+        GRPO, "GRPOTrainer._generate_and_score_completions", logprob.generate_and_score,
         reason="nothing would compare the rollout's log-probs with the policy's, bit for bit",
         remove_when="TRL's GRPOTrainer passes both log-probs of a batch to a callback",
     ),
     Patch(
-        _GRPO, "GRPOTrainer._get_per_token_logps_and_entropies", logprob.per_token_logps,
+        GRPO, "GRPOTrainer._get_per_token_logps_and_entropies", logprob.per_token_logps,
         reason="TRL keeps the log-probs of an update to itself, and computes old ones that exact mode has",
         remove_when=_OLD,
     ),
     Patch(
-        _GRPO, "GRPOTrainer._compute_loss", logprob.compute_loss,
+        GRPO, "GRPOTrainer._compute_loss", logprob.compute_loss,
         reason="the forward pass of an update does not know which weights sampled its batch",
         remove_when=_OLD,
     ),
     Patch(
-        _GRPO, "GRPOTrainer.log", metrics.log,
+        GRPO, "GRPOTrainer.log", metrics.log,
         reason="jetrl_patch's figures would not be in the line that TRL sends to the user's loggers",
         remove_when="transformers' on_log callback may add to the line before the loggers get it",
     ),
     Patch(
-        _GRPO, "GRPOTrainer._save_checkpoint", metrics.save_checkpoint,
+        GRPO, "GRPOTrainer._save_checkpoint", metrics.save_checkpoint,
         reason="TRL's checkpoints do not record the settings, so a run could silently resume in a different precision",
         remove_when="transformers' Trainer has a callback with the folder of a checkpoint before it is complete",
     ),

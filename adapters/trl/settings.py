@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jetrl_patch import session
+from jetrl_patch.adapters.trl.state import GRPO
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import is_vision_language, require_attention
@@ -28,8 +29,6 @@ _UNTESTED = "(others have not run with TRL)"
 #: of ``generation_kwargs``: what does not change the distribution of a token
 HARMLESS = frozenset({"detokenize", "ignore_eos", "include_stop_str_in_output", "seed", "skip_special_tokens", "stop",
                       "stop_token_ids"})  # fmt: skip
-
-
 #: of ``model_init_kwargs``: where the model comes from, and what the plugin sets itself
 LOADING = frozenset({"attn_implementation", "cache_dir", "dtype", "local_files_only", "revision", "token", "trust_remote_code"})
 
@@ -42,7 +41,7 @@ def _edits_logits(value: Any) -> bool:
     return bool(set(value) - HARMLESS)
 
 
-def _is_set_or_zero(value: Any) -> bool:
+def _limits_tokens(value: Any) -> bool:
     return value not in (None, 0, 0.0, -1)
 
 
@@ -83,8 +82,8 @@ RULES: tuple[Rule, ...] = (
     Rule("router_aux_loss_coef", is_set, "no balancing loss of your own (it has not run with TRL)", "set it to 0", "quantized"),
     Rule("sync_ref_model", is_set, f"a fixed reference model {_UNTESTED}", "set it to False", "quantized"),
     Rule("top_p", other_than(1), _LOGITS, "set it to 1.0", "exact"),
-    Rule("top_k", _is_set_or_zero, _LOGITS, "set it to 0", "exact"),
-    Rule("min_p", _is_set_or_zero, _LOGITS, "unset it", "exact"),
+    Rule("top_k", _limits_tokens, _LOGITS, "set it to 0", "exact"),
+    Rule("min_p", _limits_tokens, _LOGITS, "unset it", "exact"),
     Rule("repetition_penalty", other_than(1), _LOGITS, "set it to 1.0", "exact"),
     Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
     Rule("generation_kwargs", _edits_logits, f"none but {', '.join(sorted(HARMLESS))}", "drop the others", "exact"),
@@ -134,7 +133,7 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     yield from broken(RULES + deterministic(config, "full_determinism"), select, config, _name)
     if config.quantized_rollout and args is not None:
         own = type(arguments["self"])
-        theirs = own.__module__.partition(".")[0] in PACKAGES and own.__module__ != "trl.trainer.grpo_trainer"
+        theirs = own.__module__.partition(".")[0] in PACKAGES and own.__module__ != GRPO
         if theirs or "unsloth" in sys.modules:  # which replaces TRL's classes by its own
             yield unsupported(f"{own.__module__}.{own.__qualname__}", config)
         yield from _of_model(model, args, config)

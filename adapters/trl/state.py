@@ -11,6 +11,9 @@ from jetrl_patch.errors import NotPatchedError, explain
 from jetrl_patch.trainer.audit import Audit
 from jetrl_patch.trainer.source import Source
 
+#: the module of the trainer that is patched
+GRPO = "trl.trainer.grpo_trainer"
+
 
 @dataclass
 class Sampled:
@@ -74,6 +77,11 @@ def run_of(owner: Any) -> Run:
         required, words = "a trainer that is built after jetrl_patch.enable()", f"a {type(owner).__name__} from before it"
         raise NotPatchedError(explain("TRL", required=required, found=words, fix="build the trainer after enable()"))
     return found
+
+
+def mode_of(trainer: Any) -> str:
+    """The kind of step, "train" or "eval", as ``GRPOTrainer`` tells them apart."""
+    return "train" if trainer.model.training else "eval"
 
 
 def reset() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jetrl_patch import loop, session
+from jetrl_patch import loop
 from jetrl_patch.adapters.trl.state import Run, run_of
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.send import NamedTensor, SyncStats
@@ -19,11 +19,8 @@ def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
 
     It sends them itself and leaves ``sync_weights`` the rest: waking the engine up, and dropping cached prefixes.
     """
-    run, config = run_of(self), session.active_config()
-    if config.quantized_rollout:
-        send(run, self, lambda: original(self))
-    else:
-        yield from original(self)
+    send(run_of(self), self, lambda: original(self))
+    return iter(())
 
 
 def send(run: Run, generation: Any, weights: Any) -> None:

@@ -24,9 +24,9 @@ def environ() -> dict[str, str]:
 
 
 def run_python(
-    folder: Path, *words: str, ranks: int = 1, plugin: dict[str, str] | None = None
+    folder: Path, *words: str, ranks: int = 1, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python on ``words``, as each of ``ranks`` ranks by torchrun, with the plugin's variables alone."""
+    """Run Python on ``words``, as each of ``ranks`` ranks by torchrun, without the plugin's variables. ``given``: its input."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
     own = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
@@ -37,8 +37,8 @@ def run_python(
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         own["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
-        [*python, *words], capture_output=True, text=True, cwd=folder, timeout=LIMIT,
-        env={**clean, **environ(), **own, **(plugin or {})},
+        [*python, *words], capture_output=True, text=True, cwd=folder, timeout=LIMIT, input=given,
+        env={**clean, **environ(), **own},
     )  # fmt: skip
 
 

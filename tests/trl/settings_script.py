@@ -30,8 +30,7 @@ class Theirs(GRPOTrainer):  # type: ignore[misc]
 
 
 def errors(plugin: dict[str, Any], given: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
-    known = {name: value for name, value in given.items() if name in SETTABLE}
-    args = GRPOConfig(**(BASE | known))
+    args = GRPOConfig(**BASE)
     for name, value in given.items():
         setattr(args, name, value)  # also what only a GPU may have
     own = object.__new__(GRPOTrainer)
@@ -55,7 +54,6 @@ def entries() -> dict[str, int]:
     return found
 
 
-SETTABLE = {"temperature"}
 before = entries()
 jetrl_patch.enable(precision="fp8-unified")
 during = entries()

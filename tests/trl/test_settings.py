@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from jetrl_patch.adapters.trl import adapter, patches, settings
 from jetrl_patch.config import Config
 from jetrl_patch.patching import guards
-from tests.trl import LIMIT, TRL, environ, needs_trl
+from tests.trl import LIMIT, TRL, needs_trl, run_python
 
 pytestmark = [needs_trl, pytest.mark.timeout(2 * LIMIT)]
 
@@ -106,12 +103,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``settings_script.py`` says of all cases, in one process."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("settings_script.py"))], input=json.dumps([case[:3] for case in CASES]),
-        capture_output=True, text=True, cwd=tmp_path_factory.mktemp("settings"), timeout=LIMIT,
-        env={**clean, **environ(), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    script, cases = Path(__file__).with_name("settings_script.py"), json.dumps([case[:3] for case in CASES])
+    done = run_python(tmp_path_factory.mktemp("settings"), str(script), given=cases)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
