@@ -12,6 +12,8 @@ import pytest
 from jetrl_patch.cli.report import ReportError, collect, read_runs
 from jetrl_patch.cli.report.runs import Run
 from jetrl_patch.cli.report.sources import Source, find_file, name_runs, openrlhf_step, parse, verl_step
+from jetrl_patch.config import Config
+from jetrl_patch.trainer import record
 
 STEPS = [{"critic/score/mean": 0.5, "jetrl/k3_kl": 1e-5}, {"critic/score/mean": 0.75, "jetrl/k3_kl": 0.0}]
 
@@ -147,6 +149,22 @@ def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
         find_file(tmp_path)
     verl_file(tmp_path / "metrics.jsonl")
     assert find_file(tmp_path).name == "metrics.jsonl"
+
+
+def test_a_checkpoint_of_trl(tmp_path: Path) -> None:
+    """The newest checkpoint has the log of all steps, and the settings are beside it."""
+    for steps in (9, 10):
+        folder = tmp_path / f"checkpoint-{steps}"
+        folder.mkdir()
+        history = [{"step": step, "reward": step / 10, "step_time": 2.0, "jetrl/tokens": 5.0} for step in range(1, steps + 1)]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": [*history, {"step": steps, "eval_reward": 0.5}]}))
+        record.write(folder, Config(precision="fp8-rollout", correction="tis"))
+    (run,) = collect([str(tmp_path)], [])
+    assert (run.precision, run.correction, list(run.steps)) == ("fp8-rollout", "tis", list(range(1, 11)))
+    assert run.reward[-1] == (10, 1.0) and run.steps[10]["eval_reward"] == 0.5 and len(run.seconds) == 10
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("[]")
+    with pytest.raises(ReportError, match="required the state of a Trainer, found TypeError"):
+        collect([str(tmp_path)], [])
 
 
 def test_names(tmp_path: Path) -> None:

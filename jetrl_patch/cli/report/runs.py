@@ -12,9 +12,9 @@ from typing import Any
 
 from jetrl_patch.errors import JetrlError
 
-#: the names that verl and OpenRLHF give to the same metric
+#: the names that verl, OpenRLHF and TRL give to the same metric
 REWARD = ("critic/score/mean", "rollout/reward_mean", "reward")
-SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step")  # verl times validation separately
+SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step", "step_time")  # verl times validation separately
 #: verl's val-core/SOURCE/…/mean@N and OpenRLHF's eval_SOURCE_pass1
 ACCURACY = re.compile(r"val-core/.*/mean@\d+|eval_.*_pass1")
 

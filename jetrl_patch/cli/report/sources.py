@@ -14,6 +14,9 @@ One flat object per step, such as a history exported from Weights & Biases; Open
 
     {"_step": 3, "train/global_step": 3, "train/rollout/reward_mean": 0.5, ...}
 
+A checkpoint of TRL's trainers has its log in ``trainer_state.json``, and the settings of the plugin in ``jetrl.json``
+beside it.
+
 In logs, verl's ``console`` logger prints ``step:3 - critic/score/mean:0.5 - actor/lr:np.float64(1e-06)``; OpenRLHF prints
 ``Global step 3: {'rollout/reward_mean': 0.5, ...}`` and ``Evaluation completed in ..., global_step 3, eval_metrics: {...}``;
 ``jetrl``'s launcher prints ``jetrl: precision NAME, align NAME, correction NAME, ...``. Ray's prefixes and color codes may
@@ -35,8 +38,10 @@ from typing import Any
 from jetrl_patch.cli.report.runs import ReportError, Run
 from jetrl_patch.errors import explain, reading
 from jetrl_patch.progress import SILENT, Progress
+from jetrl_patch.trainer.record import read as read_settings
 
-_WAYS = "give metrics.jsonl, the .jsonl of verl's file logger, a console log or TensorBoard's event file"
+_STATE = "trainer_state.json"
+_WAYS = f"give metrics.jsonl, the .jsonl of verl's file logger, TRL's {_STATE}, a console log or TensorBoard's event file"
 
 Data = dict[str, Any]
 Step = tuple[Run, int, Data]
@@ -96,13 +101,18 @@ def collect(texts: Sequence[str], notes: list[str], progress: Progress = SILENT)
 
 
 def find_file(path: Path) -> Path:
-    """Return a file itself, or a folder's ``metrics.jsonl``, else its only JSON-lines file, event file or log."""
+    """Return a file itself, or a folder's ``metrics.jsonl``, else its only JSON-lines file, event file or log.
+
+    Of TRL's output folder, return the log of the newest checkpoint.
+    """
     if path.is_file():
         return path
     if not path.is_dir():
         raise ReportError(explain(str(path), required="an existing file or folder", found="neither", fix="check the path"))
-    for pattern in ("metrics.jsonl", "*.jsonl", "events.out.tfevents.*", "*.log"):
+    for pattern in ("metrics.jsonl", "*.jsonl", "events.out.tfevents.*", "*.log", _STATE, f"checkpoint-*/{_STATE}"):
         found = sorted(file for file in path.glob(pattern) if file.is_file())
+        if pattern.endswith(_STATE):  # checkpoint-100 is newer than checkpoint-20
+            found = sorted(found, key=lambda file: (len(file.parent.name), file.parent.name))[-1:]
         if len(found) > 1:
             names = ", ".join(file.name for file in found[:5])
             raise ReportError(explain(str(path), required="one metrics file", found=names, fix="give the path of the file"))
@@ -184,6 +194,8 @@ def _reader(path: Path) -> Callable[[Path, list[str]], Iterator[Step]]:
         raise ReportError(explain(str(path), required="JSON lines", found="wandb's binary format", fix=fix))
     if "tfevents" in path.name:
         return _read_events
+    if path.name == _STATE:
+        return _read_state
     with path.open("rb") as file:
         first = next((line for line in itertools.islice(file, 1000) if line.strip()), b"")
     return _read_lines if path.suffix == ".jsonl" or first.lstrip()[:1] in (b"{", b"[") else _read_log
@@ -202,6 +214,20 @@ def _read_events(path: Path, notes: list[str]) -> Iterator[Step]:
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "scalars":
                 yield run, event.step, {_bare(value.tag): float(tensors.make_ndarray(value.tensor).item())}
+
+
+def _read_state(path: Path, notes: list[str]) -> Iterator[Step]:
+    """The log of a checkpoint of TRL's."""
+    run, settings = Run(), read_settings(path.parent)
+    if settings is not None:
+        run.precision, run.align, run.correction = settings.precision, settings.resolved_align, settings.correction
+    try:
+        history = json.loads(path.read_bytes())["log_history"]
+    except (ValueError, KeyError, TypeError) as error:
+        found, fix = f"{type(error).__name__}: {error}", "give the file of another checkpoint"
+        raise ReportError(explain(str(path), required="the state of a Trainer", found=found, fix=fix)) from error
+    for line in history:
+        yield run, _step(line.get("step"), str(path)), {name: value for name, value in line.items() if name != "step"}
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
