@@ -17,7 +17,7 @@ SUPPORTED = {
 }
 
 #: training framework -> its main module; the entry points ``jetrl_patch.programs``
-PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray"}
+PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray", "trl": "trl.cli.main"}
 
 CORE_REQUIREMENTS = ["wrapt>=1.16", "packaging>=23", "typer>=0.12", "rich>=13"]
 

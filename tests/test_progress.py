@@ -23,7 +23,7 @@ from tests import models
 #: commands that can take more than ten seconds and show progress; tests/parity/test_progress.py tests the first
 LONG = {"parity", "export", "doctor", "report"}
 #: the user's own programs, whose output is theirs
-PROGRAMS = {"run", "verl", "openrlhf"}
+PROGRAMS = {"run", "verl", "openrlhf", "trl"}
 
 
 class Clock:

@@ -12,8 +12,8 @@ def test_it_is_short_and_starts_with_claim_and_status():
     text = README.read_text()
     assert len(text.splitlines()) <= 100
     sections = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
-    assert sections == ["Install", "One command", "Result", "Limits", "Links"]
-    assert text.index("**Status.**") < text.index("## Install")
+    assert sections == ["Start", "Install", "Result", "Limits", "Links"]
+    assert text.index("**Status.**") < text.index("## Start")
 
 
 def test_the_two_commands_and_the_measured_table_stand_in_it():

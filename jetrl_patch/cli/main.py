@@ -117,8 +117,8 @@ def report(
 ) -> None:
     """Compare runs: one self-contained HTML page, PNG charts, summary.json, and a table in the terminal.
 
-    A RUN is a metrics.jsonl, verl's file-logger output, a console log of verl or OpenRLHF, a TensorBoard event file, or a folder
-    with one of these.
+    A RUN is a metrics.jsonl, verl's file-logger output, TRL's trainer_state.json, a console log of verl or OpenRLHF, a
+    TensorBoard event file, or a folder with one of these.
     """
     from rich.console import Console
 

@@ -60,9 +60,10 @@ def test_a_missing_framework_stops_its_own_runs_only(monkeypatch: pytest.MonkeyP
 def test_no_framework_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "verl", "openrlhf", "deepspeed")
     found = doctor(status=1)
-    for name in ("verl", "openrlhf"):
+    for name in ("verl", "openrlhf", "trl"):
         check = named(found, name)
-        assert check["state"] == "problem" and check["to_do"] == "install the framework that you train with: openrlhf or verl"
+        assert check["state"] == "problem"
+        assert check["to_do"] == "install the framework that you train with: openrlhf or trl or verl"
     assert named(found, "deepspeed")["state"] == "skipped"
 
 
