@@ -1,4 +1,4 @@
-"""The mismatch of TRL's GRPOTrainer in each mode and layout, on a CPU: ``python -m benchmarks.trl_modes`` prints the table."""
+"""The mismatch of TRL's trainers in each mode and layout, on a CPU: ``python -m benchmarks.trl_modes`` prints the table."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from tests.trl import train
 EXACT: dict[str, Any] = {"precision": "fp8-unified"}
 ZERO3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto",
          "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}  # fmt: skip
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 STEPS = 3
 #: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "exact": (EXACT, {}, 1),
     "exact, BF16 weights": (EXACT, {"model_init_kwargs": {"dtype": "bfloat16"}}, 1),
     "exact, reference model, two batches accumulated": (EXACT, {"beta": 0.04, "gradient_accumulation_steps": 2}, 1),
+    "exact, RLOO, reference model": (EXACT, {"rloo": True, "beta": 0.04}, 1),
+    "exact, LoRA": (EXACT, {"lora": LORA}, 1),
+    "exact, tools and an environment, sleeping engine": (
+        EXACT, {"tools": True, "max_completion_length": 60, "vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, 1,
+    ),
     "exact, 2 ranks, DDP": (EXACT, {}, 2),
     "exact, 2 ranks, engine with TP 2": (EXACT, {"vllm_tensor_parallel_size": 2}, 2),
     "exact, 2 ranks, ZeRO-3": (EXACT, {"deepspeed": ZERO3}, 2),
+    "exact, 2 ranks, ZeRO-3, LoRA": (EXACT, {"deepspeed": ZERO3, "lora": LORA}, 2),
+    "exact, 2 ranks, FSDP2": (EXACT, {"fsdp2": {}}, 2),
+    "exact, 2 ranks, FSDP2, LoRA, RLOO": (EXACT, {"fsdp2": {}, "lora": LORA, "rloo": True}, 2),
     '`align="linear"`': ({**EXACT, "align": "linear"}, {}, 1),
     '`precision="fp8-rollout"`': ({"precision": "fp8-rollout"}, {}, 1),
     '`precision="int8-rollout"`': ({"precision": "int8-rollout"}, {}, 1),

@@ -148,16 +148,14 @@ def full_weights(model: Any, zero_stage: int, adapters: Mapping[str, float]) -> 
     """
     import deepspeed
 
-    from jetrl_patch.fp8.lora import merged_tensors, plain_name
+    from jetrl_patch.fp8.lora import merged_parameters
 
     @contextlib.contextmanager
     def gathered(parts: list[Any]) -> Iterator[list[Any]]:
         with deepspeed.zero.GatheredParameters(parts, enabled=zero_stage == 3):
             yield [part.data for part in parts]
 
-    parameters = dict(model.named_parameters())
-    names = {plain_name(name): name for name in parameters if not (adapters and ".lora_" in name)}
-    return merged_tensors(parameters, names, adapters, gathered)
+    return merged_parameters(model, adapters, gathered)
 
 
 def report(self: Any, item: Any = None) -> dict[str, Any]:

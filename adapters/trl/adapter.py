@@ -10,12 +10,12 @@ from jetrl_patch.registry import Adapter, Config, Patch
 
 
 class TrlAdapter(Adapter):
-    """TRL 1.16: ``GRPOTrainer`` with ``vllm_mode="colocate"``, one or several processes."""
+    """TRL 1.16: ``GRPOTrainer`` and ``RLOOTrainer`` with ``vllm_mode="colocate"``, one or several processes."""
 
     name: ClassVar[str] = "trl"
     order: ClassVar[int] = 6
     packages: ClassVar[tuple[str, ...]] = ("trl",)
-    trainers: ClassVar[str] = f"GRPOTrainer of trl{SUPPORTED['trl'][0]}"
+    trainers: ClassVar[str] = f"GRPOTrainer and RLOOTrainer of trl{SUPPORTED['trl'][0]}"
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm")  # not trl: others import it, whatever its version
 
     def patches(self, config: Config) -> Sequence[Patch]:
@@ -24,10 +24,9 @@ class TrlAdapter(Adapter):
         return patches.patches(config)
 
     def trains(self, trainer: Any) -> bool:
-        from jetrl_patch.adapters.trl.state import GRPO, run_of
+        from jetrl_patch.adapters.trl.state import kind_of, run_of
 
-        ours = any(kind.__module__ == GRPO for kind in type(trainer).__mro__)
-        return ours and bool(run_of(trainer))
+        return bool(kind_of(trainer)) and bool(run_of(trainer))
 
     def on_undo(self) -> None:
         """Drop the converted models' records."""

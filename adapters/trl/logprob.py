@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl.state import Run, Sampled, mode_of, run_of
+from jetrl_patch.adapters.trl import correction
+from jetrl_patch.adapters.trl.state import ENGINES, Sampled, kind_of, mode_of, run_of
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import sample
 
+#: a batch's log-probs of the rollout [B, C]; RLOO has none
+ROLLOUT = "sampling_per_token_logps"
+
 # ---- While completions are made: the rollout's log-probs are the old ones -------------------------
-# TRL corrects the mismatch by default, for which ``_generate_and_score_completions`` computes the policy's log-probs of all
-# completions. In exact mode the rollout has returned them already, as lists, which TRL pads on the right.
+# GRPO corrects the mismatch by default, for which ``_generate_and_score_completions`` computes the policy's log-probs of all
+# completions; RLOO needs them for its ratio and its KL penalty. In exact mode the rollout has returned them already, as lists,
+# which TRL pads on the right.
 
 @replacement
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``GRPOTrainer._generate``: keep the rollout's log-probs, if they are to stand for the policy's."""
-    found, run = original(self, *args, **kwargs), run_of(self)
-    if not run.audit.failed and computes_old(self) and found[4] is not None:
-        run.sampled = Sampled(log_probs=found[4], model_tokens=found[2])
+    """Wrap ``GRPOTrainer._generate``: keep the rollout's log-probs for the policy's pass."""
+    found = original(self, *args, **kwargs)
+    if computes_old(self) and found[4] is not None:
+        run_of(self).sampled = Sampled(found[4], model_tokens=found[2])
+    return found
+
+
+@replacement
+def engine_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``VLLMGeneration.generate``: keep the log-probs that ``RLOOTrainer`` leaves, one turn being its whole rollout."""
+    found, run = original(self, *args, **kwargs), ENGINES.get(self)
+    if run is not None and run.keeps_log_probs:
+        run.sampled = Sampled([[of_token[0] for of_token in row] for row in found[2]])
     return found
 
 
 def computes_old(trainer: Any) -> bool:
-    """Whether ``_generate_and_score_completions`` computes the policy's log-probs."""
+    """Whether ``_generate_and_score_completions`` computes the policy's log-probs. RLOO always does, and has no correction."""
     every = trainer.args.steps_per_generation * trainer.num_iterations
-    return bool(trainer.vllm_importance_sampling_correction or trainer.args.gradient_accumulation_steps % every)
+    corrects = getattr(trainer, "vllm_importance_sampling_correction", True)
+    return bool(corrects or trainer.args.gradient_accumulation_steps % every)
 
 
 @replacement
 def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``GRPOTrainer._generate_and_score_completions``: compare the log-probs of a pass that ran."""
+    """Wrap ``_generate_and_score_completions``: give the batch what the updates compare with."""
     run = run_of(self)
     if run.unchecked:
         what, found = "the forward pass of an update in exact mode", f"a step of {type(self).__qualname__} without it"
         required = "one whose log-probs are compared with the rollout's"
-        fix = "call GRPOTrainer._compute_loss in your trainer, or set old_log_probs='recompute'"
+        fix = f"call {kind_of(self)}._compute_loss in your trainer, or set old_log_probs='recompute'"
         raise AuditError(explain(what, required=required, found=found, fix=fix))
     try:
         found = original(self, *args, **kwargs)
-        run.unchecked = run.sampled is not None and run.sampled.taken
+        sampled = run.sampled
     finally:
         run.sampled = None
+    if sampled is not None and ROLLOUT not in found:  # RLOO's
+        found[ROLLOUT] = _padded(sampled.log_probs, found["completion_ids"])
+    run.unchecked = sampled is not None and sampled.left_out
+    config = session.active_config()
+    if "old_per_token_logps" in found and ROLLOUT in found and not config.exact:
+        mask = found["completion_mask"] * found.get("tool_mask", 1)
+        log_ratio = found["old_per_token_logps"] - found[ROLLOUT]
+        run.corrected.append(correction.weigh(self, found, log_ratio, mask, config))
     run.sampled_at[mode_of(self)] = self._last_loaded_step
-    run.compares = run.unchecked or "old_per_token_logps" not in found
-    if not run.compares:
-        _compare(run, found["old_per_token_logps"], found)
+    run.compares = run.unchecked or sampled is None or not sampled.compared
     return found
 
 
@@ -55,29 +76,36 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 def per_token_logps(
     original: Any, self: Any, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap ``GRPOTrainer._get_per_token_logps_and_entropies``: log-probs [B, C], entropies, auxiliary loss.
+    """Wrap ``_get_per_token_logps_and_entropies``: log-probs [B, C], entropies, auxiliary loss.
 
     While completions are made, its first call is the policy's pass. In ``_compute_loss`` it is the update's forward pass.
     """
-    run = run_of(self)
+    run, config = run_of(self), session.active_config()
     sampled = run.sampled
-    if sampled is not None and not sampled.taken:
+    if sampled is not None and not sampled.compared:
+        sampled.compared = True
         like, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
-        old, rows = _padded(sampled.log_probs, like), _to_audit(self, len(like))
-        if rows:
-            if sampled.model_tokens is not None:
-                mask = mask * _padded(sampled.model_tokens, like)
-            computed, *_ = original(self, model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs)
-            run.audit.compare(computed, old[rows], mask[rows], session.active_config())
-        if not run.audit.failed:
-            sampled.taken = True
-            return old, None, None
-        run.sampled = None  # the whole pass runs
+        old = _padded(sampled.log_probs, like)
+        if sampled.model_tokens is not None:
+            mask = mask * _padded(sampled.model_tokens, like)
+        if config.skips_old_pass and not run.audit.failed:
+            if rows := _to_audit(self, len(like)):
+                computed, *_ = original(self, model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs)
+                run.audit.compare(computed, old[rows], mask[rows], config)
+            if not run.audit.failed:
+                sampled.left_out = True
+                return old, None, None
+        found = original(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        run.audit.compare(found[0], old, mask, config)
+        return found
     found = original(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
     if run.checked is not None:
         run.unchecked = False
-        if not _compare(run, found[0], run.checked):
-            run.checked["old_per_token_logps"] = found[0].detach()
+        batch = run.checked
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        if not run.audit.compare(found[0], batch[ROLLOUT], mask, config):
+            log_probs = found[0].detach()
+            batch |= {"old_per_token_logps": log_probs} if "old_logps" not in batch else {"old_logps": (log_probs * mask).sum(1)}
     return found
 
 
@@ -101,20 +129,12 @@ def _to_audit(trainer: Any, rows: int) -> list[int]:
 
 @replacement
 def compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -> Any:
-    """Wrap ``GRPOTrainer._compute_loss``: its forward pass is compared with the rollout, if their weights are the same."""
+    """Wrap ``_compute_loss``: its forward pass is compared with the rollout, if their weights are the same."""
     run = run_of(self)
     current = self.state.global_step == run.sampled_at.get(mode_of(self))
-    if current and run.compares and "sampling_per_token_logps" in inputs:
+    if current and run.compares and ROLLOUT in inputs:
         run.checked = inputs
     try:
         return original(self, model, inputs)
     finally:
         run.checked = None
-
-
-def _compare(run: Run, log_probs: Any, batch: Mapping[str, Any]) -> bool:
-    """Compare a pass's log-probs [B, C] with the rollout's, where a batch's tokens count; outside exact mode, only measure."""
-    mask = batch["completion_mask"]
-    if "tool_mask" in batch:
-        mask = mask * batch["tool_mask"]
-    return run.audit.compare(log_probs, batch["sampling_per_token_logps"], mask, session.active_config())

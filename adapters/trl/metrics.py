@@ -7,6 +7,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.trl.state import RUNS, mode_of, run_of
+from jetrl_patch.measure.mismatch import Applied, merge
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.audit import step_metrics, sync_metrics
@@ -14,15 +15,17 @@ from jetrl_patch.trainer.audit import step_metrics, sync_metrics
 
 @replacement
 def log(original: Any, self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
-    """Wrap ``GRPOTrainer.log``, which all ranks call: the figures since the last line go where TRL's own do."""
+    """Wrap a trainer's ``log``, which all ranks call: the figures since the last line go where TRL's own do."""
     from accelerate.utils import gather_object
 
     run = run_of(self)
-    reports = gather_object([{"audit": run.audit.report(), "synced": run.synced}])
-    run.synced = []
+    reports = gather_object([{"audit": run.audit.report(), "synced": run.synced, "corrected": run.corrected}])
+    run.synced, run.corrected = [], []
     metrics: dict[str, float] = {}
     if (found := run.audit.merged(reports)) is not None:
         metrics |= step_metrics(found[0], found[1] if session.active_config().skips_old_pass else {})
+    if corrected := [applied for report in reports for applied in report["corrected"] if applied is not None]:
+        metrics |= merge(Applied, corrected).as_metrics()
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:
         metrics |= sync_metrics(synced)
     for name, value in metrics.items():
@@ -32,7 +35,7 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
 
 @replacement
 def save_checkpoint(original: Any, self: Any, model: Any, trial: Any) -> None:
-    """Wrap ``GRPOTrainer._save_checkpoint``: the settings are in the folder before the first weight is."""
+    """Wrap a trainer's ``_save_checkpoint``: the settings are in the folder before the first weight is."""
     if self.args.should_save:
         folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         record.write(folder, session.active_config())
@@ -43,5 +46,8 @@ def save_checkpoint(original: Any, self: Any, model: Any, trial: Any) -> None:
 def prepare_for_training(original: Any, self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
     """Wrap ``Trainer._prepare_for_training``: a checkpoint with other settings is an error before it is loaded."""
     if self in RUNS and resume_from_checkpoint is not None:
-        record.check(resume_from_checkpoint, session.active_config(), elsewhere="output_dir")
+        config = session.active_config()
+        record.check(resume_from_checkpoint, config, elsewhere="output_dir")
+        saved = record.read_adapters(os.path.join(resume_from_checkpoint, "adapter_config.json"))
+        record.check_adapters(str(resume_from_checkpoint), self.model, saved, config)
     return original(self, max_steps, train_dataloader, resume_from_checkpoint)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import loop, session
-from jetrl_patch.adapters.trl import settings
+from jetrl_patch.adapters.trl import correction, settings
 from jetrl_patch.adapters.trl.state import BUILDING, ENGINES, RUNS, Run
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.patching.patch import replacement
@@ -16,15 +17,18 @@ from jetrl_patch.trainer.ranks import require_same_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from jetrl_patch.config import Config
+
 
 @replacement
 def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ``GRPOTrainer.__init__``: check the settings before anything is built, and say which trainer is being built."""
+    """Wrap a trainer's ``__init__``: check the settings before anything is built, and say which trainer is being built."""
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     config = session.active_config()
     settings.check(bound.arguments, config)
+    correction.apply(bound.arguments.get("args"), config)
     require_same_ranks(config, config.sync_timeout)
-    RUNS[self], before, BUILDING.trainer = Run(), BUILDING.trainer, self
+    RUNS[self], before, BUILDING.trainer = Run(args=bound.arguments.get("args")), BUILDING.trainer, self
     try:
         original(self, *args, **kwargs)
     except BaseException:
@@ -35,36 +39,68 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @replacement
+def get_peft_model(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap peft's ``get_peft_model`` in a trainer's ``__init__``: convert the model before it gets adapters, which then merge.
+
+    Raises ConfigError for adapters other than plain LoRA.
+    """
+    if BUILDING.trainer is None:
+        return original(model, *args, **kwargs)
+    from jetrl_patch.fp8.lora import adopt
+
+    config, run = session.active_config(), RUNS[BUILDING.trainer]
+    settings.check_lora(model.config, config)
+    run.source = converted = convert(model, run.args, config)
+    built = original(model, *args, **kwargs)
+    converted.adapters = adopt(built, merge=config.fp8_train)
+    return built
+
+
+@replacement
 def add_fused_lm_head(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ``add_fused_lm_head`` in ``GRPOTrainer.__init__``, which gets the policy, then the reference model, both as loaded."""
+    """Wrap ``add_fused_lm_head`` in a trainer's ``__init__``, which gets the policy, then the reference model, both as loaded."""
     trainer, config = BUILDING.trainer, session.active_config()
     if trainer is not None:
-        settings.check_built(trainer, model, config)
-        run, is_reference = RUNS[trainer], model is trainer.ref_model
-        found = source.convert(
-            model,
-            config,
-            {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()},
-            rollout_tp=trainer.args.vllm_tensor_parallel_size,
-            device_type=trainer.accelerator.device.type,
-            reference=is_reference,
-        )
-        if is_reference:
-            run.followers.append(found)
-        else:
-            run.source = found
-        if config.exact:
-            model.register_forward_pre_hook(add_positions, with_kwargs=True)
+        run = RUNS[trainer]
+        settings.check_accelerator(trainer.accelerator, config, adapted=run.source is not None)
+        return_log_probs_unrounded(trainer.accelerator)
+        if model is trainer.ref_model:
+            run.followers.append(convert(model, run.args, config, reference=True))
+        elif run.source is None:  # no adapters
+            run.source = convert(model, run.args, config)
     original(model, *args, **kwargs)
+
+
+def return_log_probs_unrounded(accelerator: Any) -> None:
+    """Let FSDP2 return FP32 log-probs as they are. accelerate's policy rounds everything that a model returns to BF16."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+
+
+def convert(model: Any, args: Any, config: Config, reference: bool = False) -> source.Source:
+    """Convert a model as loaded, also if ZeRO-3 has partitioned it. Return what weight syncs send. Raises as ``check_loaded``."""
+    settings.check_loaded(model, config)
+    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()}
+    found = source.convert(
+        model, config, shapes,
+        rollout_tp=args.vllm_tensor_parallel_size, device_type=args.device.type, reference=reference,
+    )  # fmt: skip
+    if config.exact:
+        model.register_forward_pre_hook(add_positions, with_kwargs=True)
+    return found
 
 
 @replacement
 def generation_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ``VLLMGeneration.__init__``, which builds the engine. Raises ConfigError for an unknown trainer."""
+    """Wrap ``VLLMGeneration.__init__``, which builds the engine. Raises ConfigError for an unknown trainer of an FP8 rollout."""
     trainer, config = BUILDING.trainer, session.active_config()
-    if trainer is None:
+    if trainer is not None:
+        run = ENGINES[self] = RUNS[trainer]
+        run.keeps_log_probs = kwargs.get("logprobs", 0) is None
+        kwargs["logprobs"] = kwargs.get("logprobs") or 0
+    elif config.changes_rollout:
         raise settings.unsupported(_caller(), config)
-    ENGINES[self] = RUNS[trainer]
     original(self, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Which arguments of ``GRPOTrainer`` and settings of ``GRPOConfig`` a mode does not support."""
+"""Which arguments of TRL's trainers, and settings of their configurations, a mode does not support."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl.state import GRPO
+from jetrl_patch.adapters.trl import correction
+from jetrl_patch.adapters.trl.state import TRAINERS, kind_of
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import is_vision_language, require_attention
+from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.foreign import PACKAGES
 from jetrl_patch.trainer.preflight import checkpoint_problems, model_problems, say_share
 from jetrl_patch.trainer.rules import (
     Rule,
+    adapter_problems,
     broken,
     deterministic,
     is_set,
@@ -55,7 +57,6 @@ def _changes_weights(settings: Mapping[str, Any]) -> bool:
 #: paths are those of accelerate's state, which GRPOConfig, a configuration file and variables decide together
 ACCELERATOR: tuple[Rule, ...] = (
     Rule("mixed_precision", other_than("no", "bf16"), "bf16 or no", "set bf16=True", "quantized", ConflictError),
-    Rule("fsdp_plugin", is_set, f"one process, DDP or DeepSpeed {_UNTESTED}", "use one of these", "quantized"),
     Rule("parallelism_config", is_set, "whole sequences and whole layers on each rank", "unset it", "quantized"),
     Rule("torch_tp_plugin", is_set, "whole layers on each rank", "turn it off", "quantized"),
     Rule("megatron_lm_plugin", is_set, "models of transformers", "turn it off", "quantized"),
@@ -65,12 +66,11 @@ ACCELERATOR: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-#: paths are those of ``GRPOConfig``, or of an argument of ``GRPOTrainer`` behind "trainer."
+#: paths are those of ``GRPOConfig`` and ``RLOOConfig``, or of a trainer's argument behind "trainer."
 RULES: tuple[Rule, ...] = (
     Rule("use_vllm", other_than(True), "True, a rollout by vLLM", "set it to True", "quantized"),
     Rule("vllm_mode", other_than("colocate"), f"'colocate' {_UNTESTED}", "set it to 'colocate'", "quantized"),
     Rule("vllm_model_impl", other_than("vllm"), "'vllm'", "set it to 'vllm'", "quantized"),
-    Rule("vllm_enable_sleep_mode", is_set, "False (sleep has not run with TRL)", "set it to False", "quantized"),
     Rule("model_init_kwargs", _loads_otherwise, f"none but {', '.join(sorted(LOADING))}, and no FP16", "drop the others",
          "quantized"),
     Rule("fp16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
@@ -88,16 +88,12 @@ RULES: tuple[Rule, ...] = (
     Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
     Rule("generation_kwargs", _edits_logits, f"none but {', '.join(sorted(HARMLESS))}", "drop the others", "exact"),
     *temperature("temperature"),
-    Rule("trainer.peft_config", is_set, f"full weights {_UNTESTED}", "drop it", "quantized"),
-    Rule("trainer.tools", is_set, f"answers in one turn {_UNTESTED}", "drop it", "quantized"),
-    Rule("trainer.environment_factory", is_set, f"answers in one turn {_UNTESTED}", "drop it", "quantized"),
     Rule("trainer.quantization_config", is_set, "BF16 or FP32 weights", "drop it", "quantized", ConflictError),
     Rule("trainer.rollout_func", is_set, "TRL's own rollout, whose samples the plugin compares", "drop it", "quantized"),
 )  # fmt: skip
 
 #: settings of the plugin: what TRL has itself, or what the plugin does not do there
 OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "correction": (other_than("none"), "use TRL's vllm_importance_sampling_mode and its clip_min and clip_max"),
     "acr": (is_set, "leave it unset"),
     "optimizer_states": (other_than("fp32"), "use TRL's optim"),
     "fp8_all_gather": (is_set, "leave it unset"),
@@ -108,16 +104,16 @@ OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check(arguments: Mapping[str, Any], config: Config) -> None:
-    """Raise the first error about the arguments of ``GRPOTrainer``, by name."""
+    """Raise the first error about a trainer's arguments, by name."""
     for problem in problems(arguments, config):
         raise problem
 
 
 def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlError]:
     """Yield a ConfigError, ConflictError or ModelError for each argument or setting that the mode does not support."""
-    for name, (bad, fix) in OWN.items():
-        if bad(value := getattr(config, name)):
-            yield ConfigError(explain(f"{name} with TRL", required="no such setting", found=repr(value), fix=fix))
+    for setting, (bad, fix) in OWN.items():
+        if bad(value := getattr(config, setting)):
+            yield ConfigError(explain(f"{setting} with TRL", required="no such setting", found=repr(value), fix=fix))
     if config.mode.scales_loss:
         required, fix = "a precision without a loss scale", "use another precision"
         yield ConfigError(explain("precision with TRL", required=required, found=repr(config.precision), fix=fix))
@@ -127,19 +123,29 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
         owner, _, name = path.rpartition(".")
         return arguments.get(name) if owner else getattr(args, name, None)
 
+    own, kind = type(arguments["self"]), kind_of(arguments["self"])
+    if args is not None:
+        yield from correction.problems(args, kind, config)
+    configuration = kind.replace("Trainer", "Config")
     if args is None and config.quantized_rollout:
-        required, fix = "a GRPOConfig with use_vllm=True", "pass one as args"
-        yield ConfigError(explain("GRPOTrainer", required=required, found="none", fix=fix))
-    yield from broken(RULES + deterministic(config, "full_determinism"), select, config, _name)
+        required, fix = f"a {configuration} with use_vllm=True", "pass one as args"
+        yield ConfigError(explain(kind, required=required, found="none", fix=fix))
+
+    def name(path: str) -> str:
+        owner, _, last = path.rpartition(".")
+        return f"{kind}'s {last}" if owner else f"{configuration}'s {last}"
+
+    yield from broken(RULES + deterministic(config, "full_determinism"), select, config, name)
     if config.quantized_rollout and args is not None:
-        own = type(arguments["self"])
-        theirs = own.__module__.partition(".")[0] in PACKAGES and own.__module__ != GRPO
+        theirs = own.__module__.partition(".")[0] in PACKAGES and own.__module__ not in TRAINERS
         if theirs or "unsloth" in sys.modules:  # which replaces TRL's classes by its own
             yield unsupported(f"{own.__module__}.{own.__qualname__}", config)
-        yield from _of_model(model, args, config)
+        if arguments.get("peft_config") is not None:
+            yield from adapter_problems(config, "peft_config")
+        yield from _of_model(model, args, config, kind)
 
 
-def _of_model(model: Any, args: Any, config: Config) -> Iterator[JetrlError]:
+def _of_model(model: Any, args: Any, config: Config, kind: str) -> Iterator[JetrlError]:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     tp = args.vllm_tensor_parallel_size
@@ -147,8 +153,8 @@ def _of_model(model: Any, args: Any, config: Config) -> Iterator[JetrlError]:
         return
     if not isinstance(model, str):
         if hasattr(model, "peft_config"):
-            required, fix = f"full weights {_UNTESTED}", "pass the model without adapters"
-            yield ConfigError(explain("GRPOTrainer's model", required=required, found="a model of peft's", fix=fix))
+            required, fix = "a model without adapters", "pass it as it was before, and peft_config"
+            yield ConfigError(explain(f"{kind}'s model", required=required, found="a model of peft's", fix=fix))
         yield from raised(lambda: check_model(model.config, config))
         yield from model_problems(model.config, config, tp)
         return
@@ -158,19 +164,43 @@ def _of_model(model: Any, args: Any, config: Config) -> Iterator[JetrlError]:
         say_share(model, config, tp)
 
 
-def check_built(trainer: Any, model: Any, config: Config) -> None:
-    """Raise the first error about a loaded model, and about how accelerate would wrap it."""
-    state = trainer.accelerator.state
-    for problem in broken(ACCELERATOR, lambda name: getattr(state, name, None), config, "accelerate's {}".format):
+def check_accelerator(accelerator: Any, config: Config, adapted: bool) -> None:
+    """Raise the first error about how accelerate would wrap a model. ``adapted``: whether it has adapters."""
+    for problem in broken(ACCELERATOR, lambda name: getattr(accelerator.state, name, None), config, "accelerate's {}".format):
         raise problem
+    if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is None or not config.quantized_rollout:
+        return
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    found = {
+        "version=1": plugin.fsdp_version != 2,
+        "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "ignored_modules": plugin.ignored_modules,
+        "activation_checkpointing with LoRA": adapted and plugin.activation_checkpointing,
+    }
+    if words := [word for word, there in found.items() if there]:
+        required, fix = f"FSDP2 on GPUs, with gradient_checkpointing for LoRA {_UNTESTED}", "change or drop these"
+        raise ConfigError(explain("fsdp_config with TRL", required=required, found=", ".join(words), fix=fix))
+
+
+def check_loaded(model: Any, config: Config) -> None:
+    """Raise the first error about a loaded model."""
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
-        required, fix = "a model on one device", "start one process for each GPU with `accelerate launch`"
-        raise ConfigError(explain("GRPOTrainer's model", required=required, found=f"one on {', '.join(devices)}", fix=fix))
+        required, fix = "one on one device", "start one process for each GPU with `accelerate launch`"
+        raise ConfigError(explain("the trainer's model", required=required, found=f"one on {', '.join(devices)}", fix=fix))
     if getattr(model, "use_kernels", False):
         required, fix = "the layers of transformers", "load the model without use_kernels"
-        raise ConflictError(explain("GRPOTrainer's model", required=required, found="kernels from a hub", fix=fix))
+        raise ConflictError(explain("the trainer's model", required=required, found="kernels from a hub", fix=fix))
     check_model(model.config, config)
+
+
+def check_lora(hf_config: Any, config: Config) -> None:
+    """Raise ModelError for a model that has not run with adapters."""
+    if expert_sizes(hf_config) is not None:
+        what, found = "LoRA in TRL with a quantized rollout", f"model_type={hf_config.model_type!r}"
+        fix = f"drop peft_config, or use {UNQUANTIZED}"
+        raise ModelError(explain(what, required=f"a dense text model {_UNTESTED}", found=found, fix=fix))
 
 
 def check_model(hf_config: Any, config: Config) -> None:
@@ -185,15 +215,11 @@ def check_model(hf_config: Any, config: Config) -> None:
         raise ModelError(explain("align='exact' in TRL", required=required, found=found, fix="use align='linear'"))
 
 
-def _name(path: str) -> str:
-    owner, _, name = path.rpartition(".")
-    return f"GRPOTrainer's {name}" if owner else f"GRPOConfig's {name}"
-
-
 def unsupported(trainer: str, config: Config) -> ConfigError:
     """The error for a trainer of TRL that the plugin does not know."""
-    what, fix = f"{trainer} with precision={config.precision!r}", "use it, or run this program without jetrl_patch"
-    return ConfigError(explain(what, required="trl.GRPOTrainer", found="another trainer", fix=f"{fix} (JETRL_ENABLED=0)"))
+    what, fix = f"{trainer} with precision={config.precision!r}", "use one of these, or run this program without jetrl_patch"
+    required = " or ".join(f"trl.{kind}" for kind in TRAINERS.values())
+    return ConfigError(explain(what, required=required, found="another trainer", fix=f"{fix} (JETRL_ENABLED=0)"))
 
 
 @replacement

@@ -11,8 +11,8 @@ from jetrl_patch.errors import NotPatchedError, explain
 from jetrl_patch.trainer.audit import Audit
 from jetrl_patch.trainer.source import Source
 
-#: the module of the trainer that is patched
-GRPO = "trl.trainer.grpo_trainer"
+#: module -> class of each trainer that is patched
+TRAINERS = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
 
 
 @dataclass
@@ -22,12 +22,14 @@ class Sampled:
     Attributes:
         log_probs: a list for each completion; None where the rollout had none.
         model_tokens: lists of 1 for the model's own tokens and 0 for a tool's; None without tools.
-        taken: whether the pass has been left out.
+        compared: whether the pass has been reached: it ran and was compared, or was left out.
+        left_out: whether the pass was left out.
     """
 
     log_probs: list[list[float | None]]
-    model_tokens: list[list[int]] | None
-    taken: bool = False
+    model_tokens: list[list[int]] | None = None
+    compared: bool = False
+    left_out: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,25 +37,31 @@ class Run:
     """One trainer.
 
     Attributes:
+        args: its ``GRPOConfig`` or ``RLOOConfig``, which its constructor passes on before anything is built; None without one.
         source: what a weight sync sends of the policy; None if the rollout is not quantized.
         followers: the reference model, which follows the precision guard.
-        sampled: in ``_generate_and_score_completions``, if the policy's pass over the batch may be left out.
+        sampled: in ``_generate_and_score_completions``, if it computes the policy's log-probs.
         sampled_at: "train" or "eval" -> the trainer's step when its last batch was sampled.
         checked: the batch in ``_compute_loss``, if the weights are those that sampled it.
+        keeps_log_probs: whether the engine's log-probs are kept where it returns them, because the trainer drops them.
         compares: whether updates compare the batch, because no pass over it has run.
         unchecked: whether a pass was left out and no update has compared anything since.
         audit: the comparisons since the last log line.
+        corrected: what the correction did to batches since the last log line; None for one that has no name.
         synced: the figures of the weight syncs since the last log line.
     """
 
+    args: Any = None
     source: Source | None = None
     followers: list[Source] = field(default_factory=list)
     sampled: Sampled | None = None
     sampled_at: dict[str, int] = field(default_factory=dict)
     checked: dict[str, Any] | None = None
+    keeps_log_probs: bool = False
     compares: bool = False
     unchecked: bool = False
     audit: Audit = field(default_factory=Audit)
+    corrected: list[Any] = field(default_factory=list)
     synced: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -79,8 +87,14 @@ def run_of(owner: Any) -> Run:
     return found
 
 
+def kind_of(trainer: Any) -> str:
+    """The trainer of TRL that a class or one of its instances is, "GRPOTrainer" for instance; empty if it is none of them."""
+    kinds = trainer.__mro__ if isinstance(trainer, type) else type(trainer).__mro__
+    return next((TRAINERS[kind.__module__] for kind in kinds if TRAINERS.get(kind.__module__) == kind.__name__), "")
+
+
 def mode_of(trainer: Any) -> str:
-    """The kind of step, "train" or "eval", as ``GRPOTrainer`` tells them apart."""
+    """The kind of step, "train" or "eval", as TRL's trainers tell them apart."""
     return "train" if trainer.model.training else "eval"
 
 

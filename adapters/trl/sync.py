@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch import loop
 from jetrl_patch.adapters.trl.state import Run, run_of
+from jetrl_patch.fp8.lora import merged_parameters
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.send import NamedTensor, SyncStats
 from jetrl_patch.trainer.audit import sync_report
@@ -19,8 +22,20 @@ def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
 
     It sends them itself and leaves ``sync_weights`` the rest: waking the engine up, and dropping cached prefixes.
     """
-    send(run_of(self), self, lambda: original(self))
+    run = run_of(self)
+    assert run.source is not None, "the policy was converted before its engine was built"
+    if adapters := run.source.adapters:
+        send(run, self, lambda: merged_parameters(self.model, adapters, functools.partial(gathered, self)))
+    else:
+        send(run, self, lambda: original(self))
     return iter(())
+
+
+@contextlib.contextmanager
+def gathered(generation: Any, parts: list[Any]) -> Iterator[list[Any]]:
+    """Whole tensors of parameters that ZeRO-3 or FSDP2 has sharded, on every rank."""
+    with generation._dist.gather_params(parts):
+        yield [part.full_tensor() if generation._dist.is_fsdp else part.data for part in parts]
 
 
 def send(run: Run, generation: Any, weights: Any) -> None:
@@ -29,7 +44,7 @@ def send(run: Run, generation: Any, weights: Any) -> None:
     Raises SyncError or AuditError; the engine then no longer generates.
     """
     source, start, stats = run.source, time.perf_counter(), SyncStats()
-    assert source is not None, "the policy was converted before its engine was built"
+    assert source is not None
     source.begin_sync(weights, run.followers)
     generation.llm.collective_rpc(loop.receive, args=(source.stream(weights(), stats),))
     run.synced.append(sync_report(stats, start) | {"monitor": source.end_sync()})

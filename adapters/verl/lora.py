@@ -141,12 +141,8 @@ def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, A
 
 def check_resumed(folder: Any, model: Any, config: Config) -> None:
     """Raise ConfigError as ``record.check_adapters``."""
-    file = os.path.join(str(folder), record.ADAPTERS)
-    if os.path.isfile(file):
-        with open(file) as text:
-            saved = json.load(text)
-        found = {"lora_rank": saved.get("r"), "lora_alpha": saved.get("lora_alpha")}
-        record.check_adapters(str(folder), getattr(model, "_fsdp_wrapped_module", model), found, config)
+    saved = record.read_adapters(os.path.join(str(folder), record.ADAPTERS))
+    record.check_adapters(str(folder), getattr(model, "_fsdp_wrapped_module", model), saved, config)
 
 
 # ---- The FP8 all-gather of verl's FSDP2 engine: mark the weights, and refuse what cannot gather them ----

@@ -287,3 +287,12 @@ def merged_tensors(
                 a_RK, b_NR = factors
                 weight = merged_weight(weight, a_RK, b_NR, scaling[layer])
             yield plain, weight
+
+
+def merged_parameters(
+    model: nn.Module, scaling: Mapping[str, float], gathered: Callable[[list[Any]], AbstractContextManager[list[Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters as ``merged_tensors``; if ``scaling`` is empty, each under its own name."""
+    parameters = dict(model.named_parameters())
+    names = {plain_name(name): name for name in parameters if not (scaling and ".lora_" in name)}
+    return merged_tensors(parameters, names, scaling, gathered)

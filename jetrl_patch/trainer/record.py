@@ -78,7 +78,15 @@ def adapters_of(model: Any) -> dict[str, int]:
     return {} if own is None else {"lora_rank": int(own.r), "lora_alpha": int(own.lora_alpha)}
 
 
-def check_adapters(where: str, model: Any, saved: dict[str, int] | None, config: Config) -> None:
+def read_adapters(file: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Rank and alpha in a file of peft's or verl's; None if it does not exist."""
+    if not Path(file).is_file():
+        return None
+    saved = json.loads(Path(file).read_text())
+    return {"lora_rank": saved.get("r"), "lora_alpha": saved.get("lora_alpha")}
+
+
+def check_adapters(where: str, model: Any, saved: dict[str, Any] | None, config: Config) -> None:
     """Raise ConfigError if rank or alpha of a checkpoint's adapters differ from the model's, unless ``resume_any`` is set.
 
     The frameworks compare neither, and another alpha would rescale all that the adapters have learned.

@@ -42,7 +42,9 @@ def run_python(
     )  # fmt: skip
 
 
-def train(folder: Path, plugin: dict[str, Any], settings: dict[str, Any] | None = None, ranks: int = 1) -> list[dict[str, float]]:
+def train(
+    folder: Path, plugin: dict[str, Any] | None, settings: dict[str, Any] | None = None, ranks: int = 1
+) -> list[dict[str, float]]:
     """Run ``script.py``, and return TRL's log of rank 0."""
     words = [json.dumps(plugin), json.dumps(settings or {})]
     done = run_python(folder, str(Path(__file__).with_name("script.py")), *words, ranks=ranks)

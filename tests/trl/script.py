@@ -1,7 +1,10 @@
-"""A user's GRPO script: PLUGIN SETTINGS, both JSON. The plugin's settings go to ``enable()``, the others to ``GRPOConfig``.
+"""A user's script: PLUGIN SETTINGS, both JSON. The plugin's settings go to ``enable()``, the others to the trainer.
 
-Some keys of the settings are for the script: "change" lets the reward function change a weight, "weights" saves the trained ones,
-"resume" names a checkpoint, "half" leaves rank 1 without the plugin.
+With null in place of the plugin's settings, it is not enabled.
+
+Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "lora" has arguments of peft's
+``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a number that the reward function
+adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin.
 """
 
 from __future__ import annotations
@@ -15,36 +18,51 @@ from typing import Any
 import jetrl_patch
 
 plugin, given = (json.loads(word) for word in sys.argv[1:])
-change, weights, resume, half = (given.pop(name, None) for name in ("change", "weights", "resume", "half"))
-if not (half and os.environ.get("RANK") == "1"):
+own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2")
+change, weights, resume, half, rloo, lora, tools, fsdp2 = (given.pop(name, None) for name in own)
+if plugin is not None and not (half and os.environ.get("RANK") == "1"):
     jetrl_patch.enable(**plugin)
 
 import torch  # noqa: E402
+import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.trl import parts  # noqa: E402
 
 CHECKPOINT = str(Path(__file__).parents[2] / "examples" / "words" / "checkpoint")
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
+def reward(completions: list[Any], **_: Any) -> list[float]:
     if change and trainer.state.global_step == 1:
         with torch.no_grad():
-            trainer.model.model.norm.weight[0] += 0.5
-    return [float(len(text) % 3) for text in completions]
+            trainer.model.get_decoder().norm.weight[0] += change
+    return [float(len(str(text)) % 3) for text in completions]
 
 
 numbers = ["twenty", "thirty four", "forty", "fifty one", "sixty"]  # prompts of several lengths, so that some are padded
-prompts = Dataset.from_dict({"prompt": [f"what is {a} plus {b}?" for a in numbers for b in numbers]})
+asked = (f"what is {a} plus {b}?" for a in numbers for b in numbers)
+prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": words}] if tools else words for words in asked]})
 settings = {
     "output_dir": "out", "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 24, "max_steps": 3,
     "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.1, "use_vllm": True, "learning_rate": 5e-4, "logging_steps": 1,
     "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     **({"ddp_backend": "gloo"} if "RANK" in os.environ else {}),
 }  # fmt: skip
-trainer = GRPOTrainer(
-    model=CHECKPOINT, reward_funcs=reward, args=GRPOConfig(**(settings | given)), train_dataset=prompts,
-    eval_dataset=prompts.select(range(8)), processing_class=AutoTokenizer.from_pretrained(CHECKPOINT),
+tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+more: dict[str, Any] = {**(parts.adapters(lora) if lora else {}), **(parts.tools(tokenizer) if tools else {})}
+if given.get("vllm_enable_sleep_mode"):
+    parts.let_engines_sleep()
+if fsdp2 is not None:
+    given |= parts.fsdp2(fsdp2)
+kind, configuration = (trl.RLOOTrainer, trl.RLOOConfig) if rloo else (trl.GRPOTrainer, trl.GRPOConfig)
+args = configuration(**(settings | given))
+if fsdp2 is not None:
+    parts.let_accelerate_shard()
+trainer = kind(
+    model=CHECKPOINT, reward_funcs=reward, args=args, train_dataset=prompts,
+    eval_dataset=prompts.select(range(8)), processing_class=tokenizer, **more,
 )  # fmt: skip
 trainer.train(resume_from_checkpoint=resume)
 if trainer.accelerator.is_main_process:

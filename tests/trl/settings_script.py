@@ -1,6 +1,7 @@
 """What TRL's real classes say: JSON of the settings' names, the errors of given cases, refusals, and what ``disable()`` leaves.
 
-Standard input is a JSON list of cases: the plugin's settings, those of ``GRPOConfig``, and arguments of ``GRPOTrainer``.
+Standard input is a JSON list of cases: the plugin's settings, those of ``GRPOConfig``, and arguments of ``GRPOTrainer``. An
+argument "rloo" takes that trainer and its configuration instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jetrl_patch.patching.journal import raw_entry
 from jetrl_patch.patching.patch import find_target
 
 from datasets import Dataset  # isort: skip
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # isort: skip
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # isort: skip
 
 CHECKPOINT = str(Path(__file__).parents[2] / "examples" / "words" / "checkpoint")
 BASE: dict[str, Any] = {"use_cpu": True, "use_vllm": True, "report_to": "none", "output_dir": "out"}
@@ -30,10 +31,11 @@ class Theirs(GRPOTrainer):  # type: ignore[misc]
 
 
 def errors(plugin: dict[str, Any], given: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
-    args = GRPOConfig(**BASE)
+    rloo = arguments.pop("rloo", False)
+    args = (RLOOConfig if rloo else GRPOConfig)(**BASE)
     for name, value in given.items():
         setattr(args, name, value)  # also what only a GPU may have
-    own = object.__new__(GRPOTrainer)
+    own = object.__new__(RLOOTrainer if rloo else GRPOTrainer)
     found = settings.problems({"self": own, "model": CHECKPOINT, "args": args, **arguments}, Config(**plugin))
     return [f"{type(error).__name__}: {error}" for error in found]
 
@@ -60,7 +62,9 @@ during = entries()
 rewards = [lambda completions, **_: [0.0] * len(completions)]
 prompts = Dataset.from_dict({"prompt": ["a"] * 8})
 refusals = {
-    "RLOO": refused(lambda: RLOOTrainer(CHECKPOINT, rewards, RLOOConfig(**BASE), train_dataset=prompts)),
+    "distillation": refused(
+        lambda: DistillationTrainer(CHECKPOINT, CHECKPOINT, args=DistillationConfig(**BASE), train_dataset=prompts)
+    ),
     "no config": refused(lambda: GRPOTrainer(CHECKPOINT, rewards)),
     "before": refused(lambda: object.__new__(GRPOTrainer).train()),
 }
@@ -70,7 +74,7 @@ jetrl_patch.disable()
 print(
     json.dumps(
         {
-            "names": [field.name for field in dataclasses.fields(GRPOConfig)],
+            "names": sorted({field.name for kind in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(kind)}),
             "errors": [errors(*case) for case in json.loads(sys.stdin.read())],
             "refusals": refusals,
             "patched": sorted(target for target in before if during[target] != before[target]),

@@ -1,8 +1,9 @@
-"""TRL's own GRPOTrainer with real vLLM in its process, on the CPU: equality and figures of whole runs."""
+"""TRL's own trainers with real vLLM in their process, on the CPU: equality and figures of whole runs."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.trl import LIMIT, needs_trl, run_python, train
 
 EXACT = {"precision": "fp8-unified"}
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
 pytestmark = [needs_trl, pytest.mark.e2e, pytest.mark.timeout(3 * LIMIT)]
@@ -25,8 +27,8 @@ def steps_of(log: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 def assert_exact(line: dict[str, Any], prefix: str = "") -> None:
     assert line[f"{prefix}jetrl/bit_equal_fraction"] == 1.0 and line[f"{prefix}jetrl/tokens"] >= 32, line
     assert line[f"{prefix}jetrl/logp_abs_diff_max"] == 0.0
-    for name in ("min", "mean", "max"):
-        assert line[f"{prefix}sampling/importance_sampling_ratio/{name}"] == 1.0
+    for name in ("min", "mean", "max"):  # RLOO has none
+        assert line.get(f"{prefix}sampling/importance_sampling_ratio/{name}", 1.0) == 1.0
 
 
 def test_trls_defaults_are_exact_and_a_checkpoint_keeps_the_settings(tmp_path: Path) -> None:
@@ -77,6 +79,45 @@ def test_two_ranks(tmp_path: Path, settings: dict[str, Any]) -> None:
         assert_exact(line)
 
 
+def test_adapters_sharded_by_fsdp2(tmp_path: Path) -> None:
+    """The layers compute with merged weights, and the reference model is the policy without its adapters."""
+    settings = {"fsdp2": {}, "lora": LORA, "learning_rate": 1e-2, "beta": 0.04, "max_steps": 2}
+    for line in steps_of(train(tmp_path, EXACT, settings, ranks=2), 2):
+        assert_exact(line)
+        assert line["kl"] == 0.0 if line["step"] == 1 else line["kl"] > 0.0
+
+
+def test_rloo_with_adapters_and_several_updates(tmp_path: Path) -> None:
+    """TRL drops the rollout's log-probs there. The checkpoint's adapters fit no others."""
+    settings = {
+        "rloo": True, "lora": LORA, "learning_rate": 1e-2, "beta": 0.04, "per_device_train_batch_size": 4,
+        "steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
+    }  # fmt: skip
+    found = steps_of(train(tmp_path, {**EXACT, "audit_fraction": 1.0}, settings), 4)
+    for line in (found[0], found[2]):  # the pass compares all samples, and the first update its half once more
+        assert_exact(line)
+        assert line["jetrl/tokens"] > 8 * line["completions/mean_length"]
+    assert not any("jetrl/tokens" in line for line in (found[1], found[3]))
+    other = {**settings, "lora": {**LORA, "lora_alpha": 32}, "resume": str(tmp_path / "out" / "checkpoint-2")}
+    done = run_python(tmp_path, SCRIPT, json.dumps(EXACT), json.dumps(other))
+    assert done.returncode == 1 and "required lora_alpha=32, found lora_alpha=16" in done.stderr, done.stderr[-3000:]
+
+
+def test_tools_an_environment_and_an_engine_that_sleeps(tmp_path: Path) -> None:
+    """A sleeping engine has lost its weights: they are sent again for each turn. Tokens of tools are nobody's."""
+    settings = {
+        "tools": True, "vllm_enable_sleep_mode": True, "max_completion_length": 60, "vllm_max_model_length": 128, "max_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8,
+    }  # fmt: skip
+    log = train(tmp_path, EXACT, settings)
+    for line in steps_of(log, 2):
+        assert_exact(line)
+        assert line["tools/call_frequency"] > 0.25 and line["tools/failure_frequency"] == 0.0
+        assert line["jetrl/tokens"] == 8 * line["completions/mean_length"]  # of the model's own tokens
+    for line in (line for line in log if "eval_loss" in line):
+        assert line["eval_jetrl/bit_equal_fraction"] == 1.0 and line["eval_jetrl/tokens"] > 0
+
+
 def test_a_rank_without_the_plugin_stops_the_run(tmp_path: Path) -> None:
     plugin = json.dumps({**EXACT, "sync_timeout": 30.0})
     done = run_python(tmp_path, SCRIPT, plugin, json.dumps({"half": True}), ranks=2)
@@ -85,8 +126,14 @@ def test_a_rank_without_the_plugin_stops_the_run(tmp_path: Path) -> None:
 
 def test_weights_that_change_between_rollout_and_update_stop_the_run(tmp_path: Path) -> None:
     """The comparison that stands for the pass: without it the run would train on log-probs that nobody had checked."""
-    done = run_python(tmp_path, SCRIPT, json.dumps(EXACT), json.dumps({"change": True}))
+    done = run_python(tmp_path, SCRIPT, json.dumps(EXACT), json.dumps({"change": 0.5}))
     assert done.returncode == 1 and "AuditError: log-prob of response token 0 of sample 0" in done.stderr, done.stderr[-3000:]
+
+
+def test_a_weight_that_is_nan_stops_the_run_before_an_engine_gets_it(tmp_path: Path) -> None:
+    done = run_python(tmp_path, SCRIPT, json.dumps({"precision": "fp8-rollout"}), json.dumps({"change": math.nan}))
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "SyncError: model.embed_tokens.weight holds NaN or Inf, so the sync was stopped." in done.stderr
 
 
 @pytest.mark.slow
@@ -108,6 +155,19 @@ def test_a_rollout_in_another_precision_is_measured(tmp_path: Path, precision: s
     for line in steps_of(train(tmp_path, {"precision": precision}, {"max_steps": 2}), 2):
         assert line["jetrl/bit_equal_fraction"] < 0.1 and 1e-3 < line["jetrl/logp_abs_diff_mean"] < 0.5
         assert line["jetrl/logp_abs_diff_mean"] == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_corrections_that_trl_lacks_and_has(tmp_path: Path) -> None:
+    """TRL's own figures confirm the plugin's; ``geo-mis``, whose bounds no sample of this model keeps, drops everything."""
+    plugin = {"precision": "fp8-rollout", "correction": "tis", "correction_bounds": 1.2}
+    for line in steps_of(train(tmp_path, plugin, {"max_steps": 2}), 2):
+        assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1.2) and line["jetrl/clipped_fraction"] > 0
+        assert line["jetrl/correction_weight_max"] == pytest.approx(1.2) and line["grad_norm"] > 0
+        weights = (line["jetrl/correction_weight_mean"], line["sampling/importance_sampling_ratio/mean"])
+        assert weights[0] == pytest.approx(weights[1], rel=1e-5)
+    for line in steps_of(train(tmp_path, {"precision": "fp8-rollout", "correction": "geo-mis"}, {"max_steps": 2}), 2):
+        assert line["jetrl/masked_fraction"] == 1.0 and line["grad_norm"] == 0.0
 
 
 def test_linear_alignment_is_measured(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
-"""Every setting of ``GRPOConfig`` is handled, refused or harmless; refusals by name; ``disable()`` with TRL imported."""
+"""Every setting of TRL's trainers is handled, refused or harmless; refusals by name; ``disable()`` with TRL imported."""
 
 from __future__ import annotations
 
 import ast
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from jetrl_patch.adapters.trl import adapter, patches, settings
+from jetrl_patch.adapters.trl import adapter, model, patches, settings
 from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError
 from jetrl_patch.patching import guards
 from tests.trl import LIMIT, TRL, needs_trl, run_python
 
@@ -31,15 +35,17 @@ HARMLESS = {
     "vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max "
     "entropy_coef_delta "
     "entropy_target off_policy_mask_threshold use_bias_correction_kl vllm_importance_sampling_mode mask_truncated_completions "
-    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap label_smoothing_factor",
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap label_smoothing_factor "
+    "normalize_advantages reward_clip_range",
     "shapes of batches, on which no bit depends": "num_generations num_generations_eval generation_batch_size pad_to_multiple_of "
     "per_device_train_batch_size per_device_eval_batch_size auto_find_batch_size max_completion_length vllm_max_model_length "
     "vllm_gpu_memory_utilization average_tokens_across_devices",
     "read only without vLLM, or with a server": "ds3_gather_for_generation cache_implementation vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port use_transformers_continuous_batching use_cache "
     "transformers_continuous_batching_config use_transformers_paged",
-    "read only with a setting that is refused": "liger_kernel_config ref_model_mixup_alpha ref_model_sync_steps "
-    "max_tool_calling_iterations",
+    "read only with a setting that is refused": "liger_kernel_config ref_model_mixup_alpha ref_model_sync_steps",
+    "one turn follows the other, on the same token ids": "max_tool_calling_iterations",
+    "weights that a sleep drops are sent again": "vllm_enable_sleep_mode",
     "the optimizer writes weights, which the next sync sends": "learning_rate optim optim_args optim_target_modules adam_beta1 "
     "adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps",
     "exact mode turns dropout off itself": "disable_dropout",
@@ -73,7 +79,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
         for name, value, kind in (
             ("use_vllm", False, "ConfigError"), ("vllm_mode", "server", "ConfigError"),
             ("vllm_model_impl", "auto", "ConfigError"),
-            ("vllm_enable_sleep_mode", True, "ConfigError"),
             ("torch_compile", True, "ConfigError"),
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
             ("neftune_noise_alpha", 5.0, "ConfigError"), ("router_aux_loss_coef", 0.1, "ConfigError"),
@@ -88,12 +93,28 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     *(
         (UNIFIED, {}, {name: 1}, f"{kind}: GRPOTrainer's {name} with precision='fp8-unified', align='exact': required ")
         for name, kind in (
-            ("peft_config", "ConfigError"), ("tools", "ConfigError"), ("environment_factory", "ConfigError"),
             ("quantization_config", "ConflictError"), ("rollout_func", "ConfigError"),
         )
     ),
     ({"precision": "fp16"}, {}, {}, "ConfigError: precision with TRL: required a precision without a loss scale, found 'fp16'."),
-    ({"precision": "fp8-rollout", "correction": "tis"}, {}, {}, "ConfigError: correction with TRL: required no such setting"),
+    ({"precision": "fp8-rollout", "correction": "tis"}, {}, {}, None),
+    ({"precision": "fp8-rollout", "correction": "tis"}, {"vllm_importance_sampling_mode": "token_truncate"}, {}, None),
+    ({"precision": "fp8-rollout", "correction": "geo-mis"}, {"vllm_importance_sampling_clip_max": 2.0}, {},
+     "ConfigError: correction='geo-mis' with GRPOTrainer: required TRL's own correction at its defaults, found "
+     "vllm_importance_sampling_clip_max=2.0. Drop it, or drop jetrl_patch's correction."),
+    ({"precision": "fp8-rollout", "correction": "tis"}, {"vllm_importance_sampling_correction": False}, {},
+     "ConfigError: correction='tis' with GRPOTrainer: required TRL's own correction at its defaults, found "
+     "vllm_importance_sampling_correction=False."),
+    ({"precision": "fp8-rollout", "correction": "geo-mis"}, {"loss_type": "vespo"}, {},
+     "ConfigError: correction='geo-mis' with GRPOTrainer: required a loss that is multiplied by the weights, found "),
+    ({"precision": "fp8-rollout"}, {"vllm_importance_sampling_clip_max": 0.5}, {},
+     "ConfigError: GRPOConfig's vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max: required bounds"),
+    ({"precision": "bf16"}, {"vllm_importance_sampling_clip_max": 0.5}, {}, None),
+    ({"precision": "fp8-rollout", "correction": "tis", "acr": True}, {}, {}, "ConfigError: acr with TRL: required no such"),
+    ({**LINEAR, "invariant_scale": 1.5}, {}, {"peft_config": 1}, "ConfigError: invariant_scale with peft_config: required no "),
+    (UNIFIED, {"top_p": 0.9}, {"rloo": True}, "ConfigError: RLOOConfig's top_p with precision='fp8-unified', align='exact': "),
+    ({"precision": "fp8-rollout", "correction": "tis"}, {}, {"rloo": True},
+     "ConfigError: correction='tis' with RLOOTrainer: required a loss with importance weights, found none in TRL."),
     ({**UNIFIED, "sync": "delta"}, {}, {}, "ConfigError: sync with TRL: required no such setting, found 'delta'. Leave it unset"),
     ({**UNIFIED, "optimizer_states": "8bit"}, {}, {}, "ConfigError: optimizer_states with TRL: required no such setting"),
     ({**UNIFIED, "measure_routes": True}, {}, {}, "ConfigError: measure_routes with TRL: required no such setting"),
@@ -124,10 +145,52 @@ def test_each_refusal_names_the_setting_and_nothing_else_is_refused(said: dict[s
         assert begins is None or errors[0].startswith(begins), what
 
 
+def accelerator(**state: Any) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(**state))
+
+
+def plugin(**given: Any) -> Any:
+    usual = {"fsdp_version": 2, "cpu_offload": None, "ignored_modules": None, "activation_checkpointing": False}
+    return SimpleNamespace(**usual | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "adapted", "found"),
+    [
+        ({}, True, None),
+        ({"activation_checkpointing": True}, False, None),
+        ({"activation_checkpointing": True}, True, "activation_checkpointing with LoRA"),
+        ({"ignored_modules": ["a"]}, False, "ignored_modules"),
+        ({"fsdp_version": 1}, False, "version=1"),
+        ({"cpu_offload": CPUOffloadPolicy()}, False, "cpu_offload"),
+        ({"cpu_offload": OffloadPolicy()}, False, None),
+    ],
+)
+def test_what_fsdp_may_do(given: dict[str, Any], adapted: bool, found: str | None) -> None:
+    state = accelerator(mixed_precision="bf16", fsdp_plugin=plugin(**given))
+    settings.check_accelerator(state, Config(precision="bf16"), adapted)
+    if found is None:
+        settings.check_accelerator(state, Config(**UNIFIED), adapted)
+        return
+    with pytest.raises(ConfigError, match=f"fsdp_config with TRL: required FSDP2 on GPUs.* found {found}\\. Change"):
+        settings.check_accelerator(state, Config(**UNIFIED), adapted)
+
+
+def test_fsdp2_returns_log_probs_unrounded() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+    sharded = accelerator(fsdp_plugin=SimpleNamespace(mixed_precision_policy=policy))
+    model.return_log_probs_unrounded(sharded)
+    assert sharded.state.fsdp_plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)
+    model.return_log_probs_unrounded(accelerator(fsdp_plugin=SimpleNamespace(mixed_precision_policy=None)))
+    model.return_log_probs_unrounded(accelerator())
+
+
 def test_other_trainers_are_refused_by_name(said: dict[str, Any]) -> None:
     found = said["refusals"]
-    of = "required trl.GRPOTrainer, found another trainer. Use it, or run this program without jetrl_patch (JETRL_ENABLED=0)."
-    assert found["RLOO"] == f"ConfigError: trl.trainer.rloo_trainer.RLOOTrainer with precision='fp8-unified': {of}"
+    fix = "Use one of these, or run this program without jetrl_patch (JETRL_ENABLED=0)."
+    of = f"required trl.GRPOTrainer or trl.RLOOTrainer, found another trainer. {fix}"
+    named = "trl.trainer.distillation_trainer.DistillationTrainer"
+    assert found["distillation"] == f"ConfigError: {named} with precision='fp8-unified': {of}"
     assert found["swift"] == f"ConfigError: swift.trainers.Theirs with precision='fp8-unified': {of}"
     assert found["no config"].startswith("ConfigError: GRPOTrainer: required a GRPOConfig with use_vllm=True, found none.")
     assert found["before"] == (
