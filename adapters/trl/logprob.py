@@ -62,11 +62,10 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if sampled is not None and ROLLOUT not in found:  # RLOO's
         found[ROLLOUT] = _padded(sampled.log_probs, found["completion_ids"])
     run.unchecked = sampled is not None and sampled.left_out
-    config = session.active_config()
-    if "old_per_token_logps" in found and ROLLOUT in found and not config.exact:
+    if "old_per_token_logps" in found and ROLLOUT in found and not run.unchecked:
         mask = found["completion_mask"] * found.get("tool_mask", 1)
         log_ratio = found["old_per_token_logps"] - found[ROLLOUT]
-        run.corrected.append(correction.weigh(self, found, log_ratio, mask, config))
+        run.corrected.append(correction.weigh(self, found, log_ratio, mask, session.active_config()))
     run.sampled_at[mode_of(self)] = self._last_loaded_step
     run.compares = run.unchecked or sampled is None or not sampled.compared
     return found

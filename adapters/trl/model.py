@@ -62,7 +62,8 @@ def add_fused_lm_head(original: Any, model: Any, *args: Any, **kwargs: Any) -> N
     trainer, config = BUILDING.trainer, session.active_config()
     if trainer is not None:
         run = RUNS[trainer]
-        settings.check_accelerator(trainer.accelerator, config, adapted=run.source is not None)
+        adapted = run.source is not None and run.source.adapters is not None
+        settings.check_accelerator(trainer.accelerator, config, adapted)
         return_log_probs_unrounded(trainer.accelerator)
         if model is trainer.ref_model:
             run.followers.append(convert(model, run.args, config, reference=True))

@@ -68,9 +68,16 @@ def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path) -> 
         assert line["eval_jetrl/bit_equal_fraction"] == 1.0 and line["eval_jetrl/tokens"] > 0
 
 
-@pytest.mark.parametrize("settings", [{"deepspeed": 3, "vllm_tensor_parallel_size": 2}, {"mask_truncated_completions": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"deepspeed": 3, "vllm_tensor_parallel_size": 2},
+        {"mask_truncated_completions": True},
+        {"fsdp2": {"activation_checkpointing": True}, "gradient_checkpointing": False},
+    ],
+)
 def test_two_ranks(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """ZeRO-3 with an engine on both ranks; DDP with an engine on each."""
+    """ZeRO-3 with an engine on both ranks; DDP and FSDP2 with an engine on each."""
     if stage := settings.get("deepspeed"):
         zero = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
         sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
