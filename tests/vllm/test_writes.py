@@ -131,8 +131,9 @@ def test_a_trainer_of_trl_that_is_not_patched(tmp_path: Path) -> None:
     """Before, it trained to the end: rollout in FP8, trainer as ever, weights written past the receiver."""
     done = run_python(tmp_path, str(Path(__file__).with_name("trl_script.py")), str(WORDS))
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and "SAMPLED" not in done.stdout
-    assert last.startswith("jetrl_patch.errors.ConfigError: trl.trainer.rloo_trainer.RLOOTrainer with precision='fp8-unified'")
+    assert done.returncode == 1 and "TRAINED" not in done.stdout
+    named = "trl.trainer.distillation_trainer.DistillationTrainer"
+    assert last.startswith(f"jetrl_patch.errors.ConfigError: {named} with precision='fp8-unified'")
 
 
 # ---- A reward model's engine beside the rollout --------------------------------------------------
