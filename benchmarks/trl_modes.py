@@ -6,12 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.trl import train
+from tests.trl import LORA, ZERO3, train
 
 EXACT: dict[str, Any] = {"precision": "fp8-unified"}
-ZERO3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto",
-         "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}  # fmt: skip
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 STEPS = 3
 #: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {

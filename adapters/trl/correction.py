@@ -71,23 +71,26 @@ def apply(args: Any, config: Config) -> None:
         setattr(args, name, value)
 
 
-def weigh(trainer: Any, batch: dict[str, Any], log_ratio: Any, mask: Any, config: Config) -> Applied | None:
-    """Apply ``geo-mis`` to a batch, and return what the run's correction, jetrl_patch's or TRL's, does to log-ratios [B, T].
-
-    None without a correction, and for one of TRL's that has no name here.
-    """
-    from jetrl_patch.measure.corrections import correct
-    from jetrl_patch.measure.mismatch import of_run
-
-    if config.correction == "geo-mis":
-        batch["importance_sampling_ratio"] = correct("geo-mis", log_ratio, mask, config.correction_bounds).weights
-        return of_run((config.correction, interval(config.correction, config.correction_bounds)), log_ratio, mask)
+def in_use(trainer: Any, config: Config) -> tuple[str, tuple[float, float]] | None:
+    """Name and interval of a trainer's correction, jetrl_patch's or TRL's; None without one, or if TRL's has no name here."""
+    if config.correction != "none":
+        return config.correction, interval(config.correction, config.correction_bounds)
     if not getattr(trainer, f"{_SETTING}_correction", False):
         return None
     low, high = _bounds(trainer)
     names = [name for name, mode in _MODES.items() if mode == getattr(trainer, f"{_SETTING}_mode") and name != "geo-mis"]
     found = names[-1] if low else names[0]
-    return None if low and CORRECTIONS[found].truncates else of_run((found, (low, high)), log_ratio, mask)
+    return None if low and CORRECTIONS[found].truncates else (found, (low, high))
+
+
+def weigh(trainer: Any, batch: dict[str, Any], log_ratio: Any, mask: Any, config: Config) -> Applied | None:
+    """Apply ``geo-mis`` to a batch, and return what the correction in use does to log-ratios [B, T]; None without a named one."""
+    from jetrl_patch.measure.corrections import correct
+    from jetrl_patch.measure.mismatch import of_run
+
+    if config.correction == "geo-mis":
+        batch["importance_sampling_ratio"] = correct("geo-mis", log_ratio, mask, config.correction_bounds).weights
+    return of_run(in_use(trainer, config), log_ratio, mask)
 
 
 def _bounds(owner: Any) -> tuple[float, float]:

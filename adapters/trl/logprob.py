@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl_patch import session
@@ -63,9 +63,10 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         found[ROLLOUT] = _padded(sampled.log_probs, found["completion_ids"])
     run.unchecked = sampled is not None and sampled.left_out
     if "old_per_token_logps" in found and ROLLOUT in found and not run.unchecked:
-        mask = found["completion_mask"] * found.get("tool_mask", 1)
         log_ratio = found["old_per_token_logps"] - found[ROLLOUT]
-        run.corrected.append(correction.weigh(self, found, log_ratio, mask, session.active_config()))
+        applied = correction.weigh(self, found, log_ratio, _counted(found), session.active_config())
+        if applied is not None:
+            run.corrected.append(applied)
     run.sampled_at[mode_of(self)] = self._last_loaded_step
     run.compares = run.unchecked or sampled is None or not sampled.compared
     return found
@@ -101,11 +102,16 @@ def per_token_logps(
     if run.checked is not None:
         run.unchecked = False
         batch = run.checked
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        mask = _counted(batch)
         if not run.audit.compare(found[0], batch[ROLLOUT], mask, config):
             log_probs = found[0].detach()
             batch |= {"old_per_token_logps": log_probs} if "old_logps" not in batch else {"old_logps": (log_probs * mask).sum(1)}
     return found
+
+
+def _counted(batch: Mapping[str, Any]) -> Any:
+    """Where a batch's tokens count [B, C]: those of completions, without those of tools."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
 def _padded(rows: Sequence[Sequence[float | None]], like: Any) -> Any:

@@ -24,7 +24,7 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
     metrics: dict[str, float] = {}
     if (found := run.audit.merged(reports)) is not None:
         metrics |= step_metrics(found[0], found[1] if session.active_config().skips_old_pass else {})
-    if corrected := [applied for report in reports for applied in report["corrected"] if applied is not None]:
+    if corrected := [applied for report in reports for applied in report["corrected"]]:
         metrics |= merge(Applied, corrected).as_metrics()
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:
         metrics |= sync_metrics(synced)

@@ -47,7 +47,7 @@ class Run:
         compares: whether updates compare the batch, because no pass over it has run.
         unchecked: whether a pass was left out and no update has compared anything since.
         audit: the comparisons since the last log line.
-        corrected: what the correction did to batches since the last log line; None for one that has no name.
+        corrected: what the correction did to batches since the last log line, if it has a name here.
         synced: the figures of the weight syncs since the last log line.
     """
 
@@ -88,8 +88,8 @@ def run_of(owner: Any) -> Run:
 
 
 def kind_of(trainer: Any) -> str:
-    """The trainer of TRL that a class or one of its instances is, "GRPOTrainer" for instance; empty if it is none of them."""
-    kinds = trainer.__mro__ if isinstance(trainer, type) else type(trainer).__mro__
+    """The trainer of TRL that an object is, "GRPOTrainer" for instance; empty if it is none of them."""
+    kinds = type(trainer).__mro__
     return next((TRAINERS[kind.__module__] for kind in kinds if TRAINERS.get(kind.__module__) == kind.__name__), "")
 
 

@@ -24,10 +24,10 @@ def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
     """
     run = run_of(self)
     assert run.source is not None, "the policy was converted before its engine was built"
+    weights = functools.partial(original, self)
     if adapters := run.source.adapters:
-        send(run, self, lambda: merged_parameters(self.model, adapters, functools.partial(gathered, self)))
-    else:
-        send(run, self, lambda: original(self))
+        weights = functools.partial(merged_parameters, self.model, adapters, functools.partial(gathered, self))
+    send(run, self, weights)
     return iter(())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,10 +80,8 @@ def wanted(select: Select, config: Config) -> Mapping[str, Any]:
     if positive(select(_RANK)):
         return {_MERGE: True}
     file = os.path.join(os.path.expanduser(str(select(_PATH))), "adapter_config.json")
-    if not os.path.isfile(file):  # the workers will download the adapter
-        return {_MERGE: True, _RANK: 1}
-    with open(file) as text:
-        return {_MERGE: True, _RANK: int(json.load(text).get("r") or 1)}
+    saved = record.read_adapters(file) or {}  # the workers will download an adapter that is not here
+    return {_MERGE: True, _RANK: int(saved.get("lora_rank") or 1)}
 
 
 @replacement

@@ -14,6 +14,13 @@ import pytest
 #: what `make trl` installs
 TRL = Path(sys.prefix) / "trl"
 needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason=f"needs {TRL}, which `make trl` makes")
+#: arguments of peft's ``LoraConfig``
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+#: a configuration of DeepSpeed
+ZERO3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+}  # fmt: skip
 #: seconds for one process
 LIMIT = 600
 

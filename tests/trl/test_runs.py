@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.trl import LIMIT, needs_trl, run_python, train
+from tests.trl import LIMIT, LORA, ZERO3, needs_trl, run_python, train
 
 EXACT = {"precision": "fp8-unified"}
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
 pytestmark = [needs_trl, pytest.mark.e2e, pytest.mark.timeout(3 * LIMIT)]
@@ -71,17 +70,13 @@ def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"deepspeed": 3, "vllm_tensor_parallel_size": 2},
+        {"deepspeed": ZERO3, "vllm_tensor_parallel_size": 2},
         {"mask_truncated_completions": True},
         {"fsdp2": {"activation_checkpointing": True}, "gradient_checkpointing": False},
     ],
 )
 def test_two_ranks(tmp_path: Path, settings: dict[str, Any]) -> None:
     """ZeRO-3 with an engine on both ranks; DDP and FSDP2 with an engine on each."""
-    if stage := settings.get("deepspeed"):
-        zero = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
-        sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-        settings = {**settings, "deepspeed": zero | sizes}
     for line in steps_of(train(tmp_path, EXACT, {**settings, "max_steps": 2, "beta": 0.04}, ranks=2), 2):
         assert_exact(line)
 
