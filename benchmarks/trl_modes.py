@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from tests.trl import LORA, ZERO3, train
+from tests.trl.serving import serving
 
 EXACT: dict[str, Any] = {"precision": "fp8-unified"}
 STEPS = 3
-#: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks
+#: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks; "serve" has arguments for a server
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "exact": (EXACT, {}, 1),
     "exact, BF16 weights": (EXACT, {"model_init_kwargs": {"dtype": "bfloat16"}}, 1),
@@ -26,6 +28,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "exact, 2 ranks, ZeRO-3, LoRA": (EXACT, {"deepspeed": ZERO3, "lora": LORA}, 2),
     "exact, 2 ranks, FSDP2": (EXACT, {"fsdp2": {}}, 2),
     "exact, 2 ranks, FSDP2, LoRA, RLOO": (EXACT, {"fsdp2": {}, "lora": LORA, "rloo": True}, 2),
+    "exact, server": (EXACT, {"serve": []}, 1),
+    "exact, server with TP 2, RLOO": (
+        EXACT, {"serve": ["--tensor-parallel-size", "2"], "vllm_tensor_parallel_size": 2, "rloo": True}, 1,
+    ),
+    "exact, server, 2 ranks, ZeRO-3": (EXACT, {"serve": [], "deepspeed": ZERO3}, 2),
+    "exact, server, 2 ranks, FSDP2, LoRA": (EXACT, {"serve": [], "fsdp2": {}, "lora": LORA}, 2),
     '`align="linear"`': ({**EXACT, "align": "linear"}, {}, 1),
     '`precision="fp8-rollout"`': ({"precision": "fp8-rollout"}, {}, 1),
     '`precision="int8-rollout"`': ({"precision": "int8-rollout"}, {}, 1),
@@ -34,9 +42,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 def row(name: str) -> str:
-    plugin, settings, ranks = RUNS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        log = train(Path(folder), plugin, {"max_steps": STEPS, "max_completion_length": 40, **settings}, ranks)
+    plugin, given, ranks = RUNS[name]
+    settings = {"max_steps": STEPS, "max_completion_length": 40, **given}
+    words = settings.pop("serve", None)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if words is not None:
+            settings |= stack.enter_context(serving(Path(folder), *words, JETRL_PRECISION=plugin["precision"]))[0]
+        log = train(Path(folder), plugin, settings, ranks)
     lines = [line for line in log if "grad_norm" in line]
     assert len(lines) == STEPS
     tokens = sum(line["jetrl/tokens"] for line in lines)

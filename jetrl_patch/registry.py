@@ -192,6 +192,13 @@ class Models(Protocol):
         """How much each op of the trainer adds to the mismatch with an exact rollout."""
 
 
+class Group(Protocol):
+    """Processes that are joined for weight syncs alone."""
+
+    def broadcast(self, tensor: Tensor, /, src: int, stream: Any = None) -> None:
+        """Fill ``tensor`` from rank ``src``. On a GPU, when the stream reaches it."""
+
+
 class Rollout(Protocol):
     """The rollout engine."""
 
@@ -200,6 +207,9 @@ class Rollout(Protocol):
 
     def install(self, engine: Any, pairs: Iterable[tuple[str, Tensor]], /) -> None:
         """Install the messages of a weight sync into an engine in this process. Raises ConfigError for any other engine."""
+
+    def join(self, host: str, port: int, rank: int, size: int, device: Any, /) -> Group:
+        """Join a group of ``size`` processes, the first of which listens at ``host`` and ``port``. Collective."""
 
     def check_kv_cache(self, exact: bool, /) -> None:
         """Raise a JetrlError on a machine without an FP8 KV cache, in exact mode or outside."""

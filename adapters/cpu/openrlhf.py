@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from jetrl_patch import registry
 from jetrl_patch.adapters.cpu import LOGICAL_GPUS, CpuPatch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT, replacement
@@ -152,27 +153,9 @@ def _moving_average(original: Any, self: Any, model: Any, model_ema: Any, beta: 
     return original(self, model, model_ema, beta, "cpu" if device == "cuda" else device)
 
 
-class GlooGroup:
-    """The weight sync group of trainer and vLLM workers, with PyNccl's ``broadcast``, which OpenRLHF calls."""
-
-    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
-        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
-
-        self.rank = rank
-        self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
-
-    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
-        """Fill ``tensor`` from rank ``src``, and wait."""
-        import torch
-
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        self._group.broadcast([tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor], options).wait()
-
-
 @replacement
 def _group(original: Any, master_address: str, master_port: int, rank: int, world_size: int, device: Any) -> Any:
-    return GlooGroup(master_address, master_port, rank, world_size)
+    return registry.rollout().join(master_address, master_port, rank, world_size, "cpu")
 
 
 @replacement

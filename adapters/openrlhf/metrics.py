@@ -15,8 +15,8 @@ from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
-from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.patching.patch import replacement
+from jetrl_patch.sync.orders import decode
 from jetrl_patch.trainer.audit import Compared, hold, say_if_nothing, step_metrics, sync_metrics
 
 # ---- Record which weights made a sample: the number of the engine's last weight sync at the first and last token

@@ -14,7 +14,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import START
-from jetrl_patch.adapters.openrlhf.transport import Orders
+from jetrl_patch.adapters.openrlhf.transport import RayOrders
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
 from jetrl_patch.patching.patch import replacement
@@ -145,7 +145,7 @@ def audit(trainer: Any) -> list[dict[str, Any]]:
     groups = {"policy actor": trainer.actor_model_group, "reference actor": trainer.reference_model_group}
     reports = [{"role": role, **found} for role, group in groups.items() if group for found in ask_actors(group, None)]
     if config.quantized_rollout:
-        for worker in itertools.chain.from_iterable(Orders(trainer.vllm_engines, config.sync_timeout).ask("status")):
+        for worker in itertools.chain.from_iterable(RayOrders(trainer.vllm_engines, config.sync_timeout).ask("status")):
             layers = len(worker["layers"]) + len(worker["guarded"])
             reports.append({"role": "vLLM worker", **worker, "layers": layers})
     logger = init_logger(__name__)

@@ -1,9 +1,7 @@
-"""State that the patches of one process share, and the names of processes in reports and errors."""
+"""State that the patches of one process share."""
 
 from __future__ import annotations
 
-import os
-import socket
 import weakref
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -14,12 +12,6 @@ from jetrl_patch.trainer.audit import Audit
 
 #: the fix for a process that is not patched
 START = "Start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init."
-
-
-def where() -> str:
-    """Name the host, and the raylet that started this process: several Ray nodes may share a host."""
-    raylet = os.environ.get("RAY_RAYLET_PID")
-    return f"{socket.gethostname()} (raylet {raylet})" if raylet else socket.gethostname()
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +13,16 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings, vision
 from jetrl_patch.adapters.openrlhf.startup import ask_actors
-from jetrl_patch.adapters.openrlhf.state import DRIVER, START, WORKER, where
-from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, broadcast, send_all
+from jetrl_patch.adapters.openrlhf.state import DRIVER, START, WORKER
+from jetrl_patch.adapters.openrlhf.transport import IpcWire, RayOrders, broadcast
 from jetrl_patch.config import Config
-from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.errors import NotPatchedError
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.delta import held_by
+from jetrl_patch.sync.orders import GroupWire, Wire, send_all, where
 from jetrl_patch.sync.send import NamedTensor, SyncStats, pack
 from jetrl_patch.trainer.audit import sync_report
-from jetrl_patch.trainer.rules import require_same
+from jetrl_patch.trainer.ranks import require_same_workers
 
 # ---- The precision guard: the policy actors decide, the reference model follows ---
 # Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it. The
@@ -110,11 +112,11 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     adapters = source.adapters or {}
     source.begin_sync(lambda: full_weights(model, stage, adapters), WORKER.followers, quantizes=sends)
     weights = full_weights(model, stage, adapters)
-    orders = Orders(trainer.vllm_engines, config.sync_timeout)
+    orders = RayOrders(trainer.vllm_engines, config.sync_timeout)
     held = ""
     if leads:
         answers = orders.ask("begin", config=config.to_env())
-        _compare(answers, config)
+        require_same_workers(list(itertools.chain.from_iterable(answers)), config, WORKER.version)
         held = held_by(answers)
     if source.base is not None and sends:
         told = [held]
@@ -183,21 +185,6 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
         "patches": [[patch.target, patch.state] for patch in status.patches],
         **of_sync,
     }
-
-
-def _compare(answers: list[Any], config: Config) -> None:
-    """Compare the workers' settings and versions before any byte is sent.
-
-    A worker that serves nothing after a failed sync did not sample from old weights, and this sync repairs it.
-    """
-    for answer in (worker for engine in answers for worker in engine):
-        who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
-        require_same(who, required=config.to_env(), found=answer["config"])
-        if answer["serves"] and answer["version"] != WORKER.version:
-            raise SyncError(
-                f"{who} is stale: it serves the weights of sync {answer['version']}, but the last sync was {WORKER.version}. It "
-                "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
-            )
 
 
 def _count_plain(trainer: Any, stats: SyncStats) -> int:

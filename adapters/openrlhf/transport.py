@@ -1,45 +1,26 @@
 """Send buckets from OpenRLHF's trainer to its vLLM workers over its two transports, with timeouts, and receive them there.
 
-Both transports call ``update_weight…`` of each engine, which takes one parameter per call in OpenRLHF. Here an order in JSON
-(``encode``) replaces the parameter's name. A patched worker executes it; an unpatched one raises at once.
+Both transports call ``update_weight…`` of each engine, which takes one parameter per call in OpenRLHF. Here an order
+(``sync.orders``) replaces the parameter's name.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.openrlhf.state import START, where
-from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.adapters.openrlhf.state import START
+from jetrl_patch.errors import NotPatchedError
 from jetrl_patch.patching.patch import replacement
+from jetrl_patch.sync.orders import POLL, decode, encode, entries_of, obey, where
 from jetrl_patch.sync.protocol import as_sync_error, silent
-from jetrl_patch.sync.receive import State
-from jetrl_patch.sync.send import Bucket, Entry, unpack
-
-_PREFIX = "jetrl:"
-_POLL = 0.2  # seconds
+from jetrl_patch.sync.send import Bucket, unpack
 
 
-def encode(op: str, **fields: Any) -> str:
-    """Encode an order to the workers, in place of a parameter's name."""
-    return _PREFIX + json.dumps({"op": op, **fields}, separators=(",", ":"))
-
-
-def decode(name: Any) -> dict[str, Any] | None:
-    """Decode an order; None for the name of a parameter."""
-    if not isinstance(name, str) or not name.startswith(_PREFIX):
-        return None
-    order: dict[str, Any] = json.loads(name[len(_PREFIX) :])
-    return order
-
-
-class Orders:
+class RayOrders:
     """Remote calls to all engines (OpenRLHF's Ray actors), counted. One call may take ``timeout`` seconds."""
 
     def __init__(self, engines: Sequence[Any], timeout: float) -> None:
@@ -49,28 +30,25 @@ class Orders:
 
     def ask(self, op: str, **fields: Any) -> list[Any]:
         """Send an order without data; return a list of the workers' answers per engine."""
-        return self.wait(self.start("update_weight", encode(op, **fields), 0))
+        return self.wait(self.start(encode(op, **fields)))
 
-    def start(self, method: str, name: str, size: int, *more: Any) -> list[Any]:
-        """Call ``method(name, dtype, shape, *more)`` on every engine; return references to the answers."""
+    def start(self, order: str, size: int = 0, *more: Any, method: str = "update_weight") -> list[Any]:
+        """Call ``method(order, dtype, shape, *more)`` on every engine; return references to the answers."""
         import torch
 
         self.calls += len(self.engines)
-        return [getattr(engine, method).remote(name, torch.uint8, (size,), *more) for engine in self.engines]
+        return [getattr(engine, method).remote(order, torch.uint8, (size,), *more) for engine in self.engines]
 
     def wait(self, references: list[Any], moved: threading.Event | None = None) -> list[Any]:
-        """Return the answers. Raises a worker's own error, or SyncError if a worker is dead or silent too long.
-
-        ``moved`` is set when the trainer's own part, which may block, is done.
-        """
+        """As ``sync.orders.Orders.wait``."""
         import ray
 
         end = time.monotonic() + self.timeout
         waiting = list(references)
         while waiting or (moved is not None and not moved.is_set()):
-            ready, waiting = ray.wait(waiting, timeout=_POLL) if waiting else ([], [])
+            ready, waiting = ray.wait(waiting, timeout=POLL) if waiting else ([], [])
             if not waiting and not ready and moved is not None:
-                moved.wait(_POLL)
+                moved.wait(POLL)
             for reference in ready:
                 self._get(reference)
             if time.monotonic() > end:
@@ -91,35 +69,6 @@ class Orders:
             raise as_sync_error(error) from error
 
 
-class Wire(Protocol):
-    """A transport for buckets from this rank to the workers, one at a time."""
-
-    def start(self, bucket: Bucket) -> None:
-        """Begin to send a bucket. Where nothing blocks, return before it has arrived."""
-
-    def finish(self) -> None:
-        """Return when all workers have loaded the bucket that was started. Raises what went wrong with it."""
-
-
-def send_all(wire: Wire, buckets: Iterable[Bucket]) -> None:
-    """Send buckets. While one travels, the next is gathered, quantized and digested."""
-    travels = False
-    try:
-        for bucket in buckets:
-            if travels:
-                travels = False
-                wire.finish()
-            wire.start(bucket)
-            travels = True
-    except Exception:
-        if travels:  # the stream broke: let the workers finish the bucket on its way, and ignore its result
-            with contextlib.suppress(Exception):
-                wire.finish()
-        raise
-    if travels:
-        wire.finish()
-
-
 def broadcast(tensor: Any, group: Any, by_ray: bool) -> None:
     """Send or receive one tensor over the group of OpenRLHF's ``init_process_group``, from the trainer's rank 0."""
     if by_ray:
@@ -132,53 +81,13 @@ def broadcast(tensor: Any, group: Any, by_ray: bool) -> None:
         group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
 
 
-class GroupWire:
-    """Transport over the collective group of the trainer's rank 0 and all vLLM workers.
-
-    ``broadcast`` sends a tensor to the group; it may block until all members have it.
-    """
-
-    def __init__(self, orders: Orders, broadcast: Callable[[Any], None]) -> None:
-        self._orders = orders
-        self._broadcast = broadcast
-        self._references: list[Any] = []
-        self._moved: threading.Event | None = None
-        self._failure: list[BaseException] = []
-
-    def start(self, bucket: Bucket) -> None:
-        name = encode("bucket", entries=bucket.entries)
-        self._references = self._orders.start("update_weight", name, bucket.flat.numel())
-        if bucket.flat.is_cuda:  # enqueued on the stream: does not block
-            self._moved = None
-            self._broadcast(bucket.flat)
-            return
-        # gloo blocks until every worker joins; a thread keeps this one free to prepare the next bucket
-        moved = self._moved = threading.Event()
-        failure = self._failure = []
-
-        def broadcast() -> None:
-            try:
-                self._broadcast(bucket.flat)
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                moved.set()
-
-        threading.Thread(target=broadcast, daemon=True).start()
-
-    def finish(self) -> None:
-        self._orders.wait(self._references, self._moved)
-        if self._failure:
-            raise as_sync_error(self._failure[0]) from self._failure[0]
-
-
 class IpcWire:
     """Colocated transport: each rank shares its bucket with the worker on its own GPU, and rank 0 sends the order.
 
     A CPU cannot share memory this way, so rank 0's bytes travel with the order.
     """
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: RayOrders) -> None:
         self._orders = orders
         self._references: list[Any] = []
 
@@ -189,8 +98,9 @@ class IpcWire:
         dist.all_gather_object(handles, _share(bucket.flat, dist.get_rank()))
         if dist.get_rank() == 0:
             merged = {key: handle for own in handles for key, handle in own.items()}
-            name = encode("bucket", entries=bucket.entries)
-            self._references = self._orders.start("update_weight_cuda_ipc", name, bucket.flat.numel(), merged)
+            order = encode("bucket", entries=bucket.entries)
+            method = "update_weight_cuda_ipc"
+            self._references = self._orders.start(order, bucket.flat.numel(), merged, method=method)
 
     def finish(self) -> None:
         from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
@@ -222,11 +132,6 @@ def take_shared(handles: dict[str, Any], device: Any) -> Any:
     return rebuild(*own)
 
 
-def entries_of(order: dict[str, Any]) -> list[Entry]:
-    """Return the entries of the bucket that an order describes."""
-    return [(str(name), str(dtype), list(shape), int(start)) for name, dtype, shape, start in order["entries"]]
-
-
 # ---- The rollout's end, in the vLLM worker process. The vLLM adapter attached the receiver when it loaded the model
 
 @replacement
@@ -239,31 +144,9 @@ def update_weight(original: Any, self: Any, name: Any, dtype: Any, shape: Any, e
             raise _unpatched_trainer()
         return original(self, name, dtype, shape, empty_cache)
     session.require_active("the vLLM worker")
-    receiver = self.jetrl_receiver
-    if order["op"] == "bucket":
-        receiver.on_bucket(unpack(_received(self, dtype, shape), entries_of(order)))
-        return None
-    if order["op"] == "begin":
-        answer = {
-            "pid": os.getpid(),
-            "node": where(),
-            "config": session.active_config().to_env(),
-            "serves": receiver.state is State.SERVING,
-            "held": receiver.held(),
-            "version": receiver.version,
-        }
-        receiver.restart()
-        return answer
     if order["op"] == "status":
-        return {**self.jetrl_report(digests=False), "node": where(), "version": receiver.version}
-    if order["op"] == "end":
-        receiver.version = 0  # no version until the sync is complete
-        report = receiver.finish()
-        receiver.version = order["version"]
-        return report
-    raise SyncError(
-        f"the vLLM worker does not know the command {order['op']!r}. Install the same version of jetrl_patch on both sides."
-    )
+        return {**self.jetrl_report(digests=False), "node": where(), "version": self.jetrl_receiver.version}
+    return obey(order, self.jetrl_receiver, session.active_config(), lambda: _received(self, dtype, shape))
 
 
 @replacement

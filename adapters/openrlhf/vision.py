@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.models.structure import is_vision_language, placeholders
 from jetrl_patch.patching.patch import NO_REPORT, replacement
 from jetrl_patch.registry import Patch
+from jetrl_patch.sync.orders import decode
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
 # ---- Settings that are untested with vision-language models, and why OpenRLHF needs fixes ----

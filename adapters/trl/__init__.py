@@ -1,1 +1,1 @@
-"""TRL: ``GRPOTrainer`` with a colocated vLLM."""
+"""TRL: ``GRPOTrainer`` and ``RLOOTrainer`` with vLLM in their process or a server."""

@@ -101,12 +101,12 @@ def generation_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
         run.keeps_log_probs = kwargs.get("logprobs", 0) is None
         kwargs["logprobs"] = kwargs.get("logprobs") or 0
     elif config.changes_rollout:
-        raise settings.unsupported(_caller(), config)
+        raise settings.unsupported(caller(), config)
     original(self, *args, **kwargs)
 
 
-def _caller() -> str:
-    """The class whose constructor builds an engine, for a message."""
+def caller() -> str:
+    """The class whose constructor builds an engine or talks to a server, for a message."""
     frame = inspect.currentframe()
     while frame is not None:
         own = frame.f_locals.get("self")

@@ -6,13 +6,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jetrl_patch import session
 from jetrl_patch.adapters.trl import correction
 from jetrl_patch.adapters.trl.state import TRAINERS, kind_of
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
-from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.foreign import PACKAGES
 from jetrl_patch.trainer.preflight import checkpoint_problems, model_problems, say_share
 from jetrl_patch.trainer.rules import (
@@ -69,7 +67,6 @@ ACCELERATOR: tuple[Rule, ...] = (
 #: paths are those of ``GRPOConfig`` and ``RLOOConfig``, or of a trainer's argument behind "trainer."
 RULES: tuple[Rule, ...] = (
     Rule("use_vllm", other_than(True), "True, a rollout by vLLM", "set it to True", "quantized"),
-    Rule("vllm_mode", other_than("colocate"), f"'colocate' {_UNTESTED}", "set it to 'colocate'", "quantized"),
     Rule("vllm_model_impl", other_than("vllm"), "'vllm'", "set it to 'vllm'", "quantized"),
     Rule("model_init_kwargs", _loads_otherwise, f"none but {', '.join(sorted(LOADING))}, and no FP16", "drop the others",
          "quantized"),
@@ -97,7 +94,7 @@ OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "acr": (is_set, "leave it unset"),
     "optimizer_states": (other_than("fp32"), "use TRL's optim"),
     "fp8_all_gather": (is_set, "leave it unset"),
-    "sync": (other_than("full"), "leave it unset: no bytes leave the process"),
+    "sync": (other_than("full"), "leave it unset"),
     "measure_routes": (is_set, "leave it unset"),
     "router_replay": (other_than("none"), "leave it unset"),
 }
@@ -221,9 +218,3 @@ def unsupported(trainer: str, config: Config) -> ConfigError:
     required = " or ".join(f"trl.{kind}" for kind in TRAINERS.values())
     return ConfigError(explain(what, required=required, found="another trainer", fix=f"{fix} (JETRL_ENABLED=0)"))
 
-
-@replacement
-def refuse_server(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``VLLMClient.__init__``: weights for a server do not go through the plugin."""
-    what, required = f"TRL with precision={session.active_config().precision!r}", f"a colocated engine {_UNTESTED}"
-    raise ConfigError(explain(what, required=required, found="a vLLM server", fix="use vllm_mode='colocate'"))

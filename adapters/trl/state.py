@@ -39,6 +39,7 @@ class Run:
     Attributes:
         args: its ``GRPOConfig`` or ``RLOOConfig``, which its constructor passes on before anything is built; None without one.
         source: what a weight sync sends of the policy; None if the rollout is not quantized.
+        server: the vLLM server that gets it, on the rank that talks to it; None with an engine in this process.
         followers: the reference model, which follows the precision guard.
         sampled: in ``_generate_and_score_completions``, if it computes the policy's log-probs.
         sampled_at: "train" or "eval" -> the trainer's step when its last batch was sampled.
@@ -53,6 +54,7 @@ class Run:
 
     args: Any = None
     source: Source | None = None
+    server: Any = None
     followers: list[Source] = field(default_factory=list)
     sampled: Sampled | None = None
     sampled_at: dict[str, int] = field(default_factory=dict)

@@ -31,6 +31,17 @@ def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
     return iter(())
 
 
+@replacement
+def sync_weights(original: Any, self: Any) -> None:
+    """Wrap ``VLLMGeneration.sync_weights``, which for a server goes through the weights twice, first for their shapes."""
+    if self.mode != "server":
+        original(self)
+        return
+    self._iter_named_params()
+    if self.accelerator.is_main_process:
+        self.vllm_client.reset_prefix_cache()
+
+
 @contextlib.contextmanager
 def gathered(generation: Any, parts: list[Any]) -> Iterator[list[Any]]:
     """Whole tensors of parameters that ZeRO-3 or FSDP2 has sharded, on every rank."""
@@ -45,6 +56,13 @@ def send(run: Run, generation: Any, weights: Any) -> None:
     """
     source, start, stats = run.source, time.perf_counter(), SyncStats()
     assert source is not None
-    source.begin_sync(weights, run.followers)
-    generation.llm.collective_rpc(loop.receive, args=(source.stream(weights(), stats),))
+    sends = generation.mode == "colocate" or run.server is not None
+    source.begin_sync(weights, run.followers, quantizes=sends)
+    if not sends:
+        for _ in weights():  # every rank takes part in the gather
+            pass
+    elif run.server is not None:
+        run.server.install(source.stream(weights(), stats))
+    else:
+        generation.llm.collective_rpc(loop.receive, args=(source.stream(weights(), stats),))
     run.synced.append(sync_report(stats, start) | {"monitor": source.end_sync()})

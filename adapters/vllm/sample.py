@@ -10,6 +10,7 @@ import torch
 
 from jetrl_patch.adapters.vllm.arguments import argument_problems, check_kv_cache
 from jetrl_patch.adapters.vllm.compat import routes_error
+from jetrl_patch.adapters.vllm.orders import join
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
 from jetrl_patch.measure.pictures import MOST_PICTURES, Picture, noise, place_pictures
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
-__all__ = ["argument_problems", "build_engine", "check_kv_cache", "generate", "install", "routes_error", "sample"]
+__all__ = ["argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "routes_error", "sample"]
 
 #: the engine's share of a GPU's memory; the rest is for the trainer's weights and gradients, in the same process
 SHARE = 0.4

@@ -22,6 +22,7 @@ from jetrl_patch.adapters.vllm.graphs import mark_settings, run_eagerly
 from jetrl_patch.adapters.vllm.install import VllmInstaller
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.ops import ExactRMSNorm, fuse, keep_equal
+from jetrl_patch.adapters.vllm.orders import Obeys
 from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
 from jetrl_patch.adapters.vllm.ranks import ExactGateLinear, ExactRowParallelLinear, choose_sum, gathered
 from jetrl_patch.adapters.vllm.writes import refuse_other_writes
@@ -172,11 +173,12 @@ def warm_up(model: torch.nn.Module, most: int) -> int:
 
 
 # ---- The weight receiver and the report ----------------------------------------------------------
-# Both are attributes of vLLM's worker, because worker extensions and ``collective_rpc`` call workers by name.
-# ``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker.
+# These are attributes of vLLM's worker, because worker extensions and ``collective_rpc`` call workers by name.
+# ``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker, and
+# ``collective_rpc("jetrl_order")`` lets a trainer that reaches the engine by HTTP alone sync its weights.
 
 def attach(worker: Any, config: Config) -> None:
-    """Audit the loaded model, register its quantized layers, and attach receiver and report to the worker.
+    """Audit the loaded model, register its quantized layers, and attach receiver, report and orders to the worker.
 
     Raises:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
@@ -209,6 +211,7 @@ def attach(worker: Any, config: Config) -> None:
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
     worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), gathered, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
+    worker.jetrl_order = Obeys(worker)
     if config.quantized_rollout:
         installer.seal()
         refuse_other_writes(worker.jetrl_receiver, installer)

@@ -1,12 +1,14 @@
-"""Require the same plugin in every rank, where the framework's launcher starts them and no driver does."""
+"""Require the same plugin in the other processes of a run: ranks that no driver has started, and workers of a rollout engine."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from jetrl_patch.config import Config
-from jetrl_patch.errors import NotPatchedError, explain
+from jetrl_patch.errors import NotPatchedError, SyncError, explain
 from jetrl_patch.patching.identity import identity
 from jetrl_patch.trainer.rules import require_same
 
@@ -39,3 +41,21 @@ def require_same_ranks(config: Config, seconds: float) -> None:
         raise NotPatchedError(explain("ranks of this run", required=required, found=found, fix=fix)) from error
     for other, key in enumerate(keys):
         require_same(f"rank {other}", required=own, found=json.loads(store.get(key)))
+
+
+def require_same_workers(answers: Sequence[Mapping[str, Any]], config: Config, version: int | None) -> None:
+    """Compare what workers answer to "begin" (``sync.orders.obey``) with the run's settings and its last sync, before any byte.
+
+    ``version`` is the number of the trainer's last sync; None if it has sent none to these workers. A worker that serves nothing
+    after a failed sync did not sample from old weights, and this sync repairs it.
+
+    Raises ConflictError for other settings, SyncError for other weights.
+    """
+    for answer in answers:
+        who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
+        require_same(who, required=config.to_env(), found=answer["config"])
+        if version is not None and answer["serves"] and answer["version"] != version:
+            raise SyncError(
+                f"{who} is stale: it serves the weights of sync {answer['version']}, but the last sync was {version}. It "
+                "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
+            )

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from jetrl_patch import session
-from jetrl_patch.adapters.openrlhf import metrics, state, sync
-from jetrl_patch.adapters.openrlhf.transport import encode
+from jetrl_patch.adapters.openrlhf import metrics, state
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConflictError, SyncError
 from jetrl_patch.sync.delta import held_by
+from jetrl_patch.sync.orders import encode
+from jetrl_patch.trainer.ranks import require_same_workers
 
 EXACT = Config(precision="fp8-unified").resolved()
 
@@ -138,12 +139,12 @@ def test_a_delta_needs_engines_that_hold_the_same(held, common):
 
 def test_a_stale_engine_stops_the_sync_and_is_named():
     answer = {"pid": 7, "node": "n1", "config": EXACT.to_env(), "version": 0, "serves": True}
-    sync._compare([[answer]], EXACT)
-    state.WORKER.version = 3
+    require_same_workers([answer], EXACT, 0)
+    require_same_workers([answer], EXACT, None)  # a server that another run has used
     with pytest.raises(
         SyncError, match=r"pid 7 on n1\) is stale: it serves the weights of sync 0, but the last sync was 3"
     ):
-        sync._compare([[{**answer, "version": 3}], [answer]], EXACT)
-    sync._compare([[{**answer, "serves": False}]], EXACT)  # after a failed sync it has sampled nothing
+        require_same_workers([{**answer, "version": 3}, answer], EXACT, 3)
+    require_same_workers([{**answer, "serves": False}], EXACT, 3)  # after a failed sync it has sampled nothing
     with pytest.raises(ConflictError, match="settings of a vLLM worker"):
-        sync._compare([[{**answer, "config": {}}]], EXACT)
+        require_same_workers([{**answer, "config": {}}], EXACT, 0)

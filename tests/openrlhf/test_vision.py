@@ -16,10 +16,10 @@ from jetrl_patch.adapters.openrlhf import model as trained
 from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf import vision as checks
 from jetrl_patch.adapters.openrlhf.state import WORKER
-from jetrl_patch.adapters.openrlhf.transport import encode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.sync.orders import encode
 from tests import vision_models
 from tests.models import config_of
 from tests.openrlhf.test_settings import BF16, EXACT, LINEAR, arguments

@@ -9,8 +9,9 @@ import pytest
 import ray
 import torch
 
-from jetrl_patch.adapters.openrlhf.transport import GroupWire, Orders, decode, encode, entries_of, send_all, take_shared
+from jetrl_patch.adapters.openrlhf.transport import RayOrders, take_shared
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+from jetrl_patch.sync.orders import GroupWire, decode, encode, entries_of, send_all
 from jetrl_patch.sync.send import Bucket
 
 #: seconds that an answer may take on a busy machine
@@ -49,7 +50,7 @@ class Engine:
 def started():
     """Two running engines; later silence is ordered by the test."""
     made = [Engine.remote() for _ in range(2)]
-    Orders(made, PATIENCE).ask("begin")
+    RayOrders(made, PATIENCE).ask("begin")
     yield made
     for engine in made:
         ray.kill(engine)
@@ -74,7 +75,7 @@ def test_orders_travel_as_names():
 
 @pytest.mark.e2e
 def test_answers_come_from_every_engine_and_calls_are_counted(engines):
-    orders = Orders(engines, PATIENCE)
+    orders = RayOrders(engines, PATIENCE)
     assert orders.ask("begin") == [[{"op": "begin", "n": 0}]] * 2
     send_all(GroupWire(orders, lambda flat: None), [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
     assert orders.calls == 4
@@ -90,20 +91,20 @@ def test_answers_come_from_every_engine_and_calls_are_counted(engines):
 )
 def test_what_a_worker_raises(engines, op, error, says):
     with pytest.raises(error, match=says):
-        Orders(engines, PATIENCE).ask(op)
+        RayOrders(engines, PATIENCE).ask(op)
 
 
 @pytest.mark.e2e
 def test_a_worker_that_dies(lost_engines):
     with pytest.raises(SyncError, match="failed or died"):
-        Orders(lost_engines, PATIENCE).ask("die")
+        RayOrders(lost_engines, PATIENCE).ask("die")
 
 
 @pytest.mark.e2e
 def test_a_silent_worker_ends_the_sync_also_while_the_trainer_blocks(lost_engines):
     with pytest.raises(SyncError, match="has not answered for 2 s"):
-        Orders(lost_engines, 2).ask("hang")
-    wire = GroupWire(Orders(lost_engines, 1), lambda flat: threading.Event().wait())
+        RayOrders(lost_engines, 2).ask("hang")
+    wire = GroupWire(RayOrders(lost_engines, 1), lambda flat: threading.Event().wait())
     with pytest.raises(SyncError, match="has not answered for 1 s"):
         send_all(wire, [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
 
@@ -114,7 +115,7 @@ def test_a_broken_group_is_a_sync_error(engines):
         raise RuntimeError("connection reset by peer")
 
     with pytest.raises(SyncError, match="connection reset by peer"):
-        send_all(GroupWire(Orders(engines, PATIENCE), broken), [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
+        send_all(GroupWire(RayOrders(engines, PATIENCE), broken), [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
 
 
 class Road:

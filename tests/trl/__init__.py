@@ -21,6 +21,14 @@ ZERO3: dict[str, Any] = {
     "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
     **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
 }  # fmt: skip
+#: the policy of all runs
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "words" / "checkpoint"
+#: what vLLM needs here
+CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1",  # without the plugin; TRL has no enforce_eager
+}  # fmt: skip
 #: seconds for one process
 LIMIT = 600
 
@@ -35,17 +43,13 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python on ``words``, as each of ``ranks`` ranks by torchrun, without the plugin's variables. ``given``: its input."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    own = {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
-        "VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1",  # what stock vLLM needs here; TRL has no enforce_eager
-    }  # fmt: skip
-    python = [sys.executable]
+    own, python = {}, [sys.executable]
     if ranks > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         own["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
         [*python, *words], capture_output=True, text=True, cwd=folder, timeout=LIMIT, input=given,
-        env={**clean, **environ(), **own},
+        env={**clean, **environ(), **CPU, **own},
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ With null in place of the plugin's settings, it is not enabled.
 
 Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "lora" has arguments of peft's
 ``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a number that the reward function
-adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin.
+adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin, "kill"
+is a process group that ends in the next sync after a step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import jetrl_patch
 
 plugin, given = (json.loads(word) for word in sys.argv[1:])
-own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2")
-change, weights, resume, half, rloo, lora, tools, fsdp2 = (given.pop(name, None) for name in own)
+own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill")
+change, weights, resume, half, rloo, lora, tools, fsdp2, kill = (given.pop(name, None) for name in own)
 if plugin is not None and not (half and os.environ.get("RANK") == "1"):
     jetrl_patch.enable(**plugin)
 
@@ -29,12 +30,12 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.trl import parts  # noqa: E402
-
-CHECKPOINT = str(Path(__file__).parents[2] / "examples" / "words" / "checkpoint")
+from tests.trl import CHECKPOINT, parts  # noqa: E402
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
+    if kill and trainer.state.global_step == 1:
+        parts.end_in_a_sync(kill)
     if change and trainer.state.global_step == 1:
         with torch.no_grad():
             trainer.model.get_decoder().norm.weight[0] += change
@@ -50,7 +51,7 @@ settings = {
     "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     **({"ddp_backend": "gloo"} if "RANK" in os.environ else {}),
 }  # fmt: skip
-tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+tokenizer = AutoTokenizer.from_pretrained(str(CHECKPOINT))
 more: dict[str, Any] = {**(parts.adapters(lora) if lora else {}), **(parts.tools(tokenizer) if tools else {})}
 if given.get("vllm_enable_sleep_mode"):
     parts.let_engines_sleep()
@@ -61,7 +62,7 @@ args = configuration(**(settings | given))
 if fsdp2 is not None:
     parts.let_accelerate_shard()
 trainer = kind(
-    model=CHECKPOINT, reward_funcs=reward, args=args, train_dataset=prompts,
+    model=str(CHECKPOINT), reward_funcs=reward, args=args, train_dataset=prompts,
     eval_dataset=prompts.select(range(8)), processing_class=tokenizer, **more,
 )  # fmt: skip
 trainer.train(resume_from_checkpoint=resume)

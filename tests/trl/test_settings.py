@@ -25,7 +25,7 @@ LINEAR = {**UNIFIED, "align": "linear"}
 
 #: why a setting needs no rule -> settings
 HARMLESS = {
-    "read where it is needed": "trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
+    "read where it is needed": "vllm_mode trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
     "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
     "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 fp16 "
     "torch_compile_backend torch_compile_mode",
@@ -40,7 +40,7 @@ HARMLESS = {
     "shapes of batches, on which no bit depends": "num_generations num_generations_eval generation_batch_size pad_to_multiple_of "
     "per_device_train_batch_size per_device_eval_batch_size auto_find_batch_size max_completion_length vllm_max_model_length "
     "vllm_gpu_memory_utilization average_tokens_across_devices",
-    "read only without vLLM, or with a server": "ds3_gather_for_generation cache_implementation vllm_server_base_url "
+    "read only without vLLM, or where to find a server": "ds3_gather_for_generation cache_implementation vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port use_transformers_continuous_batching use_cache "
     "transformers_continuous_batching_config use_transformers_paged",
     "read only with a setting that is refused": "liger_kernel_config ref_model_mixup_alpha ref_model_sync_steps",
@@ -77,7 +77,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     *(
         (UNIFIED, {name: value}, {}, f"{kind}: GRPOConfig's {name} with precision='fp8-unified', align='exact': required ")
         for name, value, kind in (
-            ("use_vllm", False, "ConfigError"), ("vllm_mode", "server", "ConfigError"),
+            ("use_vllm", False, "ConfigError"),
             ("vllm_model_impl", "auto", "ConfigError"),
             ("torch_compile", True, "ConfigError"),
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),

