@@ -3,14 +3,14 @@
 
 ## this list
 help:
-	@awk -v users="demo demo-openrlhf compare test docs" '/^## / { text = substr($$0, 4) } \
+	@awk -v users="demo demo-verl demo-openrlhf compare test docs" '/^## / { text = substr($$0, 4) } \
 	  text && match($$0, /^[a-z-]+:/) { name = substr($$0, 1, RLENGTH - 1); names[++n] = name; texts[name] = text; text = "" } \
 	  END { split(users, first, " "); for (i = 1; i in first; i++) { tell(first[i]); told[first[i]] = 1 } \
 	        print "\nand:"; for (i = 1; i <= n; i++) if (!(names[i] in told)) tell(names[i]) } \
 	  function tell(name) { printf "make %-15s %s\n", name, texts[name] }' $(firstword $(MAKEFILE_LIST))
 
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
-# DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
+# DEVICE=cuda runs demo, demo-verl, compare and bench in the active Python environment, with its own vllm and verl.
 DEVICE ?= cpu
 VENV   := .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -19,11 +19,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 # what the demos train; not ?=, because the scripts of the examples take a MODEL from the environment
 MODEL := words
 ifeq ($(MODEL),smollm2)
-  ifneq ($(DEVICE)$(filter-out demo demo-openrlhf,$(or $(MAKECMDGOALS),demo)),cpu)
-    $(error MODEL=smollm2: required make demo or make demo-openrlhf, on a CPU; found DEVICE=$(DEVICE), make $(or $(MAKECMDGOALS),demo))
+  ifneq ($(DEVICE)$(filter-out demo-verl demo-openrlhf,$(or $(MAKECMDGOALS),demo)),cpu)
+    $(error MODEL=smollm2: required make demo-verl or make demo-openrlhf, on a CPU; found DEVICE=$(DEVICE), make $(or $(MAKECMDGOALS),demo))
   endif
 else ifneq ($(MODEL),words)
-  $(error MODEL=$(MODEL): required words or smollm2. Write make $(or $(MAKECMDGOALS),demo) MODEL=smollm2 for a pretrained model)
+  $(error MODEL=$(MODEL): required words or smollm2. Write make demo-verl MODEL=smollm2 for a pretrained model)
 endif
 
 PINS  := requirements/build.txt requirements/cpu.txt requirements/docs.txt
@@ -37,6 +37,7 @@ PY    := TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 PYTHONDONTWRITEBYTECODE= PYTHONPY
 ifeq ($(DEVICE),cpu)
   START := $(PY)
   READY := $(SELF)
+  TRL   := $(VENV)/trl
 else ifeq ($(DEVICE),cuda)
   START := $(firstword $(shell command -v python python3))
   READY := cuda
@@ -50,14 +51,18 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-openrlhf demo-trl compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
+.PHONY: help demo demo-verl demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
         test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
-	@$(START) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
+	@$(START) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm $(if $(filter demo-verl compare compare-moe,$(MAKECMDGOALS)),verl ray,trl))
 
-## verl trains a small model in exact FP8, with vLLM rollouts; MODEL=smollm2 trains a pretrained one
+## TRL trains a small model in exact FP8, with vLLM rollouts, in one process
+demo: $(READY) $(TRL)
+	$(QUIET) $(if $(TRL),PYTHONPATH=$(abspath $(TRL))) $(START) -m examples.trl.demo --device $(DEVICE) $(ARGS)
+
+## the same in verl, with Ray; MODEL=smollm2 trains a pretrained model
 # smollm2 learns sums of reasoning-gym, which the first run fetches and warms up
 GYM     := $(VENV)/reasoning-gym
 LEARNER := build/smollm2-chain-sum/config.json
@@ -65,16 +70,12 @@ ifeq ($(MODEL),smollm2)
   LEARNS := $(LEARNER)
   DEMO   := PYTHONPATH=$(abspath $(GYM))
 endif
-demo: $(READY) $(LEARNS)
+demo-verl: $(READY) $(LEARNS)
 	$(QUIET) $(DEMO) $(START) -m examples.verl.demo --model $(MODEL) --device $(DEVICE) $(ARGS)
 
 ## the same in OpenRLHF; CPU only
 demo-openrlhf: $(SELF) $(LEARNS)
 	$(QUIET) $(DEMO) $(PY) -m examples.openrlhf.demo --model $(MODEL) $(ARGS)
-
-## the same in TRL, one process, two minutes; CPU only
-demo-trl: $(SELF) $(VENV)/trl
-	$(QUIET) PYTHONPATH=$(abspath $(VENV))/trl VLLM_LOGGING_LEVEL=ERROR $(PY) -m examples.trl.grpo 15
 
 ## four modes on the same questions, in verl
 compare: $(READY)

@@ -124,4 +124,6 @@ def init_communicator(original: Any, self: Any, device: Any = 0) -> None:
         raise settings.unsupported(model.caller(), config)
     run = RUNS[trainer]
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     run.server = Server(self, device, run.args.vllm_tensor_parallel_size, config)

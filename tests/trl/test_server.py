@@ -40,7 +40,7 @@ def test_a_server_with_two_ranks_and_one_that_dies_in_a_sync(tmp_path: Path) -> 
 
         def fails(plugin: dict[str, Any], settings: dict[str, Any]) -> str:
             done = run_python(tmp_path, SCRIPT, json.dumps(plugin), json.dumps(settings))
-            assert done.returncode == 1, done.stderr[-3000:]
+            assert done.returncode != 0, done.stderr[-3000:]  # gloo ends a process with a transfer under way by a signal
             return done.stderr
 
         said = fails(EXACT, server)
