@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
-from jetrl_patch.adapters.trl import logprob, metrics, model, server, sync
+from jetrl_patch.adapters.trl import logprob, metrics, model, sync
 from jetrl_patch.adapters.trl.state import TRAINERS
 from jetrl_patch.patching.guards import check_version
 from jetrl_patch.patching.patch import needed
@@ -99,7 +99,7 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="TRL's VLLMGeneration.sync_weights takes the function that installs weights as an argument",
     ),
     Patch(
-        "trl.generation.vllm_client", "VLLMClient.init_communicator", server.init_communicator,
+        "trl.generation.vllm_client", "VLLMClient.init_communicator", sync.init_communicator,
         when=lambda config: config.quantized_rollout,
         reason="TRL's group for weights needs NCCL and vLLM's weight-transfer engine, and a server is not asked for its settings",
         remove_when="TRL's VLLMClient takes a transport of weights as an argument",

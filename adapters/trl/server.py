@@ -9,11 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.trl import model, settings
-from jetrl_patch.adapters.trl.state import BUILDING, RUNS
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
-from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.orders import POLL, GroupWire, Task, encode, send_all
 from jetrl_patch.sync.protocol import as_sync_error, silent
 from jetrl_patch.sync.send import NamedTensor, pack
@@ -112,18 +109,3 @@ class Server:
         version = 1 + (self._version or 0)
         self._orders.ask("end", version=version)
         self._version = version
-
-
-@replacement
-def init_communicator(original: Any, self: Any, device: Any = 0) -> None:
-    """Replace ``VLLMClient.init_communicator``, which TRL calls on its main rank: meet the server before the first step."""
-    import torch
-
-    config, trainer = session.active_config(), BUILDING.trainer
-    if trainer is None:
-        raise settings.unsupported(model.caller(), config)
-    run = RUNS[trainer]
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    run.server = Server(self, device, run.args.vllm_tensor_parallel_size, config)

@@ -1,4 +1,4 @@
-"""The weight sync: the policy's bytes and scales go to the engine in the same process."""
+"""The weight sync: the policy's bytes and scales go to the engine in this process, or to a server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jetrl_patch import loop
-from jetrl_patch.adapters.trl.state import Run, run_of
+from jetrl_patch import loop, session
+from jetrl_patch.adapters.trl import model, settings
+from jetrl_patch.adapters.trl.server import Server
+from jetrl_patch.adapters.trl.state import BUILDING, RUNS, Run, run_of
 from jetrl_patch.fp8.lora import merged_parameters
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.send import NamedTensor, SyncStats
@@ -40,6 +42,21 @@ def sync_weights(original: Any, self: Any) -> None:
     self._iter_named_params()
     if self.accelerator.is_main_process:
         self.vllm_client.reset_prefix_cache()
+
+
+@replacement
+def init_communicator(original: Any, self: Any, device: Any = 0) -> None:
+    """Replace ``VLLMClient.init_communicator``, which TRL calls on its main rank: meet the server before the first step."""
+    import torch
+
+    config, trainer = session.active_config(), BUILDING.trainer
+    if trainer is None:
+        raise settings.unsupported(model.caller(), config)
+    run = RUNS[trainer]
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    run.server = Server(self, device, run.args.vllm_tensor_parallel_size, config)
 
 
 @contextlib.contextmanager
