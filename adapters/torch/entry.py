@@ -23,6 +23,10 @@ def register() -> None:
 
     if not environment.mentioned():
         return
+    if folder := environment.read_variable(environment.FOLLOW):
+        from jetrl_patch.adapters.torch.followed import examine
+
+        examine(folder)
     from jetrl_patch.patching.patch import importing, watch
 
     def activate(_: object) -> None:

@@ -16,6 +16,7 @@ from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli import run as launch
 from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG, options
+from jetrl_patch.config.following import ANOTHER
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_framework, check_python, require_torch
 from jetrl_patch.patching.discovery import offered
@@ -78,12 +79,17 @@ def doctor(
     precision: Annotated[str | None, typer.Option(help=SETTINGS["precision"].help)] = None,
     align: Annotated[str | None, typer.Option(help=SETTINGS["align"].help)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
+    through: Annotated[
+        bool, typer.Option("--follow", help="run the command, such as a shell script, and examine the training that it starts")
+    ] = False,
+    instead: Annotated[bool, typer.Option("--instead", hidden=True)] = False,
     versions: Annotated[
         bool, typer.Option("--status", help="print only versions, the settings in the environment, and the patches they enable")
     ] = False,
 ) -> None:
     """Check whether a run would start here, what is missing, and what the plugin would change. Changes nothing.
 
+    With --follow, a script runs as it is, up to the training program, which is examined and not started.
     With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
     Exit status: 0 if a run would start, 1 if not, 2 if the doctor cannot tell. With --status, 1 if an installed framework's
     version is unsupported.
@@ -91,11 +97,16 @@ def doctor(
     if versions:
         raise typer.Exit(_status(as_json))
     from jetrl_patch.cli.doctor.examine import examine, show
+    from jetrl_patch.cli.doctor.follow import follow, starts_training
 
     flags = [FLAG] if fp8_unified else []
     flags += [f"--{name}={value}" for name, value in (("precision", precision), ("align", align)) if value is not None]
     flags += [f"--set={pair}" for pair in set_ or ()]
     overrides = options(flags)
+    if through and command:
+        raise typer.Exit(follow(command, [*flags, *(["--json"] if as_json else [])]))
+    if instead and not starts_training(command or ()):
+        raise typer.Exit(ANOTHER)
     with Display("doctor") as progress:
         report = examine(overrides, command or (), progress)
     if as_json:

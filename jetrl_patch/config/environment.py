@@ -19,10 +19,14 @@ SWITCH = f"{PREFIX}ENABLED"
 #: environment variable -> field of ``Config``
 FIELDS = {found.variable: name for name, found in SETTINGS.items()}
 
+#: the variable under which a process that would train is examined instead
+FOLLOW = f"{PREFIX}DOCTOR"
+
 #: the variables for the machine, not for the run
 MACHINE = {
     "JETRL_CACHE_DIR": "folder for the compiled CPU kernels (default: the user's cache folder)",
     "JETRL_CPU_ISA": "instruction set of the CPU kernels: avx512_bf16, avx512, avx2 or portable (default: the best available)",
+    FOLLOW: "set by jetrl doctor --follow: the folder in which it collects what it has found",
 }
 #: every variable with its meaning; any other name that starts with ``JETRL_`` is treated as a typo
 VARIABLES = {

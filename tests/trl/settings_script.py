@@ -21,6 +21,7 @@ from jetrl_patch.patching.patch import find_target
 
 from datasets import Dataset  # isort: skip
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # isort: skip
+from trl.scripts.grpo import make_parser  # isort: skip
 
 CHECKPOINT = str(Path(__file__).parents[2] / "examples" / "words" / "checkpoint")
 BASE: dict[str, Any] = {"use_cpu": True, "use_vllm": True, "report_to": "none", "output_dir": "out"}
@@ -38,6 +39,17 @@ def errors(plugin: dict[str, Any], given: dict[str, Any], arguments: dict[str, A
     own = object.__new__(RLOOTrainer if rloo else GRPOTrainer)
     found = settings.problems({"self": own, "model": CHECKPOINT, "args": args, **arguments}, Config(**plugin))
     return [f"{type(error).__name__}: {error}" for error in found]
+
+
+def recipe() -> dict[str, Any]:
+    """The configuration for eight GPUs, as TRL's command line reads it: what nobody knows, and what the plugin says."""
+    path = Path(__file__).parents[2] / "examples" / "trl" / "h100" / "qwen3_8b.yaml"
+    here = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
+    _, args, *_, unknown = make_parser().parse_args_and_config(here, return_remaining_strings=True)
+    args.bf16 = True
+    given = {"self": object.__new__(GRPOTrainer), "model": CHECKPOINT, "args": args}
+    found = [str(error) for error in settings.problems(given, Config(precision="fp8-unified"))]
+    return {"unknown": unknown, "problems": found}
 
 
 def refused(make: Any) -> str:
@@ -76,6 +88,7 @@ print(
         {
             "names": sorted({field.name for kind in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(kind)}),
             "errors": [errors(*case) for case in json.loads(sys.stdin.read())],
+            "recipe": recipe(),
             "refusals": refusals,
             "patched": sorted(target for target in before if during[target] != before[target]),
             "left": sorted(target for target, entry in entries().items() if entry != before[target]),

@@ -145,6 +145,11 @@ def test_each_refusal_names_the_setting_and_nothing_else_is_refused(said: dict[s
         assert begins is None or errors[0].startswith(begins), what
 
 
+def test_the_configuration_for_eight_gpus_would_start(said: dict[str, Any]) -> None:
+    """``trl grpo`` hands what its own parser leaves to accelerate."""
+    assert said["recipe"] == {"unknown": ["--accelerate_config", "fsdp2"], "problems": []}
+
+
 def accelerator(**state: Any) -> Any:
     return SimpleNamespace(state=SimpleNamespace(**state))
 

@@ -199,7 +199,8 @@ def _arguments(report: Report, started: Started) -> Any:
     elif trainer is None:
         known = " or ".join(registry.programs())
         finding = f"{started.target or 'the command'} is not a program of {known}, so its arguments were not checked"
-        check = Check("command", "unknown", finding)
+        fix = "`jetrl doctor --follow -- …` runs the command up to the training, which it examines instead"
+        check = Check("command", "unknown", finding, fix)
     elif started.target not in trainer.programs:
         only = " and ".join(trainer.programs)
         finding = f"{started.target} belongs to {started.framework}, but only the arguments of {only} can be checked"
