@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch import loop, session
 from jetrl_patch.adapters.trl import correction, settings
 from jetrl_patch.adapters.trl.state import BUILDING, ENGINES, RUNS, Run
+from jetrl_patch.config import environment
+from jetrl_patch.config.following import end_with
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import source
@@ -25,6 +27,8 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a trainer's ``__init__``: check the settings before anything is built, and say which trainer is being built."""
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     config = session.active_config()
+    if folder := environment.read_variable(environment.FOLLOW):
+        end_with(folder, f"{type(self).__name__} with precision={config.precision!r}", settings.problems(bound.arguments, config))
     settings.check(bound.arguments, config)
     correction.apply(bound.arguments.get("args"), config)
     require_same_ranks(config, config.sync_timeout)

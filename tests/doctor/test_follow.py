@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.words import CHECKPOINT
+
 VERL = "verl.trainer.main_ppo"
 
 
@@ -39,9 +41,10 @@ def test_the_training_is_examined_and_not_started(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_program_of_ones_own_ends_before_it_has_an_engine(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\nimport vllm\nopen('trained', 'w')\n")
+    lines = f"import torch\nimport vllm\nvllm.LLM({str(CHECKPOINT)!r})\nopen('trained', 'w')\n"
+    (tmp_path / "train.py").write_text(lines)
     done = follow(tmp_path, "$PYTHON train.py")
-    assert done.returncode == 2 and "train.py` loads vLLM, and its arguments cannot be read" in done.stderr
+    assert done.returncode == 2 and "train.py` builds a vLLM engine, and no adapter has examined it" in done.stderr
     assert not (tmp_path / "trained").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,22 @@ def test_each_refusal_names_the_setting_and_nothing_else_is_refused(said: dict[s
 def test_the_configuration_for_eight_gpus_would_start(said: dict[str, Any]) -> None:
     """``trl grpo`` hands what its own parser leaves to accelerate."""
     assert said["recipe"] == {"unknown": ["--accelerate_config", "fsdp2"], "problems": []}
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        ({}, ["a run would start"]),
+        ({"top_p": 0.9, "use_liger_kernel": True}, ["problem: ConflictError: ", "problem: ConfigError: ", "2 problem(s)"]),
+    ],
+)
+def test_the_doctor_follows_a_script_to_its_trainer(tmp_path: Path, given: dict[str, Any], ends: list[str]) -> None:
+    """All problems at once, before a model is loaded."""
+    script = [sys.executable, str(Path(__file__).with_name("script.py")), json.dumps(UNIFIED), json.dumps(given)]
+    done = run_python(tmp_path, "-m", "jetrl_patch", "doctor", "--follow", "--", *script)
+    assert done.returncode == (1 if given else 0), done.stdout + done.stderr
+    assert done.stdout.startswith("jetrl doctor: GRPOTrainer with precision='fp8-unified'")
+    assert all(text in done.stdout for text in ends) and not (tmp_path / "log.json").exists()
 
 
 def accelerator(**state: Any) -> Any:
