@@ -289,7 +289,7 @@ def test_a_run_tells_its_start_and_its_verdict(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(show, "console", said)
     assert run(tmp_path) == 0
     text = said.export_text()
-    assert "starting Ray, then verl and vLLM" in text
+    assert "starting Ray, then the trainer and vLLM" in text
     assert "every token equal: yes, all 30 tokens of 3 steps" in text
 
 
