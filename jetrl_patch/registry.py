@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored, Step
     from jetrl_patch.progress import Progress
+    from jetrl_patch.sync.orders import Group
 
 # ---- A training framework's adapter, the counterpart of ``Installer`` in ``sync/receive.py`` ------
 # A module with these functions is a ``Trainer``. ``Adapter.trainer`` returns it, where mypy compares signatures. It calls
@@ -190,13 +191,6 @@ class Models(Protocol):
 
     def explain(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> list[Step]:
         """How much each op of the trainer adds to the mismatch with an exact rollout."""
-
-
-class Group(Protocol):
-    """Processes that are joined for weight syncs alone."""
-
-    def broadcast(self, tensor: Tensor, /, src: int, stream: Any = None) -> None:
-        """Fill ``tensor`` from rank ``src``. On a GPU, when the stream reaches it."""
 
 
 class Rollout(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 from jetrl_patch import registry, session
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
-from jetrl_patch.sync.orders import POLL, GroupWire, Task, encode, send_all
+from jetrl_patch.sync.orders import POLL, Group, GroupWire, Task, encode, send_all
 from jetrl_patch.sync.protocol import as_sync_error, silent
 from jetrl_patch.sync.send import NamedTensor, pack
 from jetrl_patch.trainer.ranks import require_same_workers
@@ -80,8 +80,7 @@ class Server:
         self._orders = Orders(client.base_url, config.sync_timeout)
         self._config, self._device = config, device
         self._version: int | None = None
-        self._begin()
-        workers, size = len(self._workers), client.get_world_size()
+        workers, size = self._begin(), client.get_world_size()
         if workers != size:
             required, fix = "one engine", "start it without --data-parallel-size"
             raise ConfigError(explain(self._name(), required=required, found=f"{size} ranks, {workers} of which answer", fix=fix))
@@ -92,14 +91,16 @@ class Server:
         joining = self._orders.start(encode("join", **place))
         joined = Task(lambda: registry.rollout().join(place["host"], place["port"], 0, 1 + workers, device))
         self._orders.wait(joining, joined.ended)
-        self._group: registry.Group = joined.result()
+        self._group: Group = joined.result()
 
     def _name(self) -> str:
         return f"the vLLM server at {self._orders.url}"
 
-    def _begin(self) -> None:
-        self._workers = self._orders.ask("begin")
-        require_same_workers(self._workers, self._config, self._version)
+    def _begin(self) -> int:
+        """Compare the workers with this run before any byte, and return how many answer."""
+        workers = self._orders.ask("begin")
+        require_same_workers(workers, self._config, self._version)
+        return len(workers)
 
     def install(self, messages: Iterable[NamedTensor]) -> None:
         """Send the messages of a weight sync. Raises SyncError or AuditError; the server then no longer generates."""

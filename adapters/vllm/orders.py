@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jetrl_patch import registry, session
+from jetrl_patch import session
 from jetrl_patch.errors import JetrlError, SyncError
-from jetrl_patch.sync.orders import decode, obey
+from jetrl_patch.sync.orders import Group, decode, obey
 
 
 class GlooGroup:
@@ -28,14 +28,14 @@ class GlooGroup:
         self._group.broadcast([tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor], options).wait()
 
 
-def join(host: str, port: int, rank: int, size: int, device: Any) -> registry.Group:
+def join(host: str, port: int, rank: int, size: int, device: Any) -> Group:
     """Join a group beside the process's own: NCCL's on a GPU, gloo's on a CPU. Rank 0 listens at ``host`` and ``port``."""
     if torch.device(device).type == "cpu":
         return GlooGroup(host, port, rank, size, session.active_config().sync_timeout)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
 
-    group: registry.Group = PyNcclCommunicator(StatelessProcessGroup.create(host, port, rank, size), device=device)
+    group: Group = PyNcclCommunicator(StatelessProcessGroup.create(host, port, rank, size), device=device)
     return group
 
 
@@ -44,7 +44,7 @@ class Obeys:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._group: registry.Group | None = None
+        self._group: Group | None = None
 
     def __call__(self, text: str) -> dict[str, Any]:
         """Execute an order. Returns {"answer": ...}, or {"error": "SyncError: ..."}."""

@@ -1,8 +1,10 @@
-"""Follow a file that another process writes."""
+"""Follow a file that another process writes, line by line or step by step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class Tail:
@@ -22,3 +24,18 @@ class Tail:
         complete = chunk[: chunk.rfind(b"\n") + 1]
         self._position += len(complete)
         return complete.decode("utf-8", errors="replace").splitlines()
+
+
+class Follower:
+    """The steps that a log gains. ``parse`` returns a line's step and metrics; None for any other line."""
+
+    def __init__(self, log: Path, parse: Callable[[str], tuple[int, dict[str, Any]] | None]) -> None:
+        self.last = -1
+        self._tail = Tail(log)
+        self._parse = parse
+
+    def new(self) -> list[tuple[int, dict[str, Any]]]:
+        """``(step, metrics)`` of every complete line since the last call."""
+        found = [logged for line in self._tail.lines() if (logged := self._parse(line)) is not None]
+        self.last = max([self.last, *(step for step, _ in found)])
+        return found

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
-from examples.common.tail import Tail
+from examples.common.tail import Follower
 from examples.openrlhf import data
 from jetrl_patch.cli.report.sources import openrlhf_step
 
@@ -41,7 +41,7 @@ class Recipe(CommonRecipe):
         command = [sys.executable, "-m", "jetrl_patch", "run", *switches(arm), "-m", "openrlhf.cli.train_ppo_ray"]
         command += arguments(self, arm, train, held_out, temporary)
         env = environment(self, temporary) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        return Launch(command, env, Follower(log), MILESTONES)
+        return Launch(command, env, Follower(log, openrlhf_step), MILESTONES)
 
 
 def switches(arm: Arm) -> list[str]:
@@ -90,21 +90,3 @@ def arguments(recipe: Recipe, arm: Arm, train: Path, held_out: Path, temporary: 
     flags = ["data.apply_chat_template", "vllm.enforce_eager", "ckpt.disable_ds"]
     pairs = (part for name, value in settings.items() for part in (f"--{name}", str(value)))
     return [*pairs, *(f"--{flag}" for flag in flags)]
-
-
-class Follower:
-    """Reads each step's status and the evaluations from OpenRLHF's output."""
-
-    def __init__(self, log: Path) -> None:
-        self.last = -1
-        self._tail = Tail(log)
-
-    def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call."""
-        found = []
-        for line in self._tail.lines():
-            logged = openrlhf_step(line)
-            if logged is not None:
-                found.append(logged)
-                self.last = max(self.last, logged[0])
-        return found

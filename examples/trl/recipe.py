@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
-from examples.common.tail import Tail
+from examples.common.tail import Follower
 
 ROOT = Path(__file__).resolve().parents[2]
 #: lines of vLLM and TRL -> what the run does from then on
@@ -44,26 +44,13 @@ class Recipe(CommonRecipe):
         if self.device == "cpu":
             env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
             env |= {"VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1"} if arm.precision == "bf16" else {}
-        return Launch(command, env, Follower(lines), MILESTONES)
+        return Launch(command, env, Follower(lines, step_of), MILESTONES)
 
 
-class Follower:
-    """Reads each step and the evaluations from TRL's log."""
-
-    def __init__(self, log: Path) -> None:
-        self.last = -1
-        self._tail = Tail(log)
-
-    def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call, without TRL's summary of the run."""
-        found = []
-        for line in self._tail.lines():
-            metrics = json.loads(line)
-            step = int(metrics.pop("step"))
-            if "eval_reward" in metrics:  # 1 for each right answer
-                metrics["eval_words_pass1"] = metrics["eval_reward"]
-            elif "reward" not in metrics:
-                continue
-            found.append((step, metrics))
-            self.last = max(self.last, step)
-        return found
+def step_of(line: str) -> tuple[int, dict[str, Any]] | None:
+    """The step and the metrics in a line of TRL's log; None for its summary of the run."""
+    metrics = json.loads(line)
+    step = int(metrics.pop("step"))
+    if "eval_reward" in metrics:  # 1 for each right answer
+        return step, {**metrics, "eval_words_pass1": metrics["eval_reward"]}
+    return (step, metrics) if "reward" in metrics else None

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
-from examples.common.tail import Tail
+from examples.common.tail import Follower
 from examples.verl import data
 
 #: lines of Ray, the plugin and verl -> what the run does from then on
@@ -45,7 +45,7 @@ class Recipe(CommonRecipe):
         config = arm.config(self.device).replace(measure_routes=self.measure_routes, backend=self.backend)
         env = environment(self, temporary) | config.to_env()
         env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
-        return Launch(command, env, Follower(metrics), MILESTONES, lambda: answers(said))
+        return Launch(command, env, Follower(metrics, step_of), MILESTONES, lambda: answers(said))
 
 
 def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
@@ -128,21 +128,10 @@ def _cuda(recipe: Recipe) -> list[str]:
     ]
 
 
-class Follower:
-    """Reads the lines that verl's ``file`` logger appends to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.last = -1
-        self._tail = Tail(path)
-
-    def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call."""
-        found = []
-        for line in self._tail.lines():
-            record = json.loads(line)
-            found.append((int(record["step"]), dict(record["data"])))
-            self.last = found[-1][0]
-        return found
+def step_of(line: str) -> tuple[int, dict[str, Any]]:
+    """The step and the metrics in a line of verl's ``file`` logger."""
+    record = json.loads(line)
+    return int(record["step"]), dict(record["data"])
 
 
 def answers(folder: Path, shown: int = 6) -> dict[str, Any]:

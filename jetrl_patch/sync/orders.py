@@ -64,7 +64,7 @@ class Task:
     def _run(self, call: Callable[[], Any]) -> None:
         try:
             self._found = call()
-        except BaseException as error:
+        except BaseException as error:  # ``result`` raises it in the thread that waits
             self._error = error
         finally:
             self.ended.set()
@@ -87,6 +87,13 @@ class Orders(Protocol):
 
         ``moved`` is set when the trainer's own part, which may block, is done.
         """
+
+
+class Group(Protocol):
+    """Processes that are joined for weight syncs alone."""
+
+    def broadcast(self, tensor: Tensor, /, src: int, stream: Any = None) -> None:
+        """Fill ``tensor`` from rank ``src``. On a GPU, when the stream reaches it."""
 
 
 class Wire(Protocol):

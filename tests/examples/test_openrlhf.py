@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from examples.common.recipe import Arm
-from examples.openrlhf.recipe import Follower, Recipe, switches
+from examples.common.tail import Follower
+from examples.openrlhf.recipe import Recipe, switches
+from jetrl_patch.cli.report.sources import openrlhf_step
 from jetrl_patch.config.environment import without_settings
 
 LINE = "(PPOTrainer pid=1) INFO 11-20 21:36:31 ppo_trainer.py:551] ✨ Global step 2: {'kl': 0.01, 'jetrl/k1_kl': -1e-05,"
@@ -19,7 +21,7 @@ EVALUATION = "INFO ✨ Evaluation completed in 0:00:03, global_step 2, eval_metr
 
 def test_the_follower_reads_steps_and_evaluations(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    follower = Follower(log)
+    follower = Follower(log, openrlhf_step)
     assert follower.new() == []
     log.write_text("noise\n" + LINE + LINE[:90])
     ((step, found),) = follower.new()

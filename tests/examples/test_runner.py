@@ -24,7 +24,8 @@ from examples.common import runner, show
 from examples.common.processes import MARK, Group, temporary_folder
 from examples.common.recipe import Arm, Launch
 from examples.common.runner import Phases, RunFailedError, ending
-from examples.verl.recipe import Follower, Recipe, answers, overrides
+from examples.common.tail import Follower
+from examples.verl.recipe import Recipe, answers, overrides, step_of
 from jetrl_patch.cli.report import Run
 from jetrl_patch.errors import ConfigError
 
@@ -214,7 +215,7 @@ def test_the_temporary_folder_is_short_and_goes() -> None:
 
 def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    follower = Follower(path)
+    follower = Follower(path, step_of)
     assert follower.new() == []
     path.write_text('{"step": 0, "data": {"a": 1}}\n{"step": 1, "da')
     assert follower.new() == [(0, {"a": 1})]

@@ -9,13 +9,14 @@ import pytest
 
 from examples.common.recipe import TASKS, Arm
 from examples.common.show import run_all
-from examples.trl.recipe import Follower, Recipe
+from examples.common.tail import Follower
+from examples.trl.recipe import Recipe, step_of
 from tests.trl import LIMIT, TRL, needs_trl
 
 
 def test_the_follower_leaves_out_the_summary_of_a_run(tmp_path: Path) -> None:
     lines = [{"step": 0, "eval_reward": 0.25}, {"step": 1, "reward": 0.5}, {"step": 1, "train_runtime": 3.0}]
-    follower = Follower(tmp_path / "log")
+    follower = Follower(tmp_path / "log", step_of)
     assert follower.new() == []
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2')
     assert follower.new() == [(0, {"eval_reward": 0.25, "eval_words_pass1": 0.25}), (1, {"reward": 0.5})]

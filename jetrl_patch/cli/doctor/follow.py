@@ -13,17 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jetrl_patch import registry
-from jetrl_patch.cli.doctor.launch import recognise
+from jetrl_patch.cli.doctor.launch import AWAY, recognise
 from jetrl_patch.cli.run import as_command
 from jetrl_patch.config.environment import FOLLOW
 from jetrl_patch.config.following import read_statuses, write_options
 from jetrl_patch.errors import ConfigError, JetrlError, explain, reading
 
-#: what starts a command on another machine, or in a container, where nothing stops it
-_ELSEWHERE = re.compile(
-    r"(?:^|[;&|(]|\bexec|\bsudo|\bthen|\bdo|\belse)\s*"
-    r"(docker|podman|apptainer|singularity|kubectl|ssh|srun|sbatch|sky|modal|ray\s+job\s+submit)\s"
-)
+#: what starts a command where nothing would stop it
+_AWAY = re.compile(rf"(?:^|[;&|(]|\bexec|\bsudo|\bthen|\bdo|\belse)\s*({'|'.join(AWAY)}|ray\s+job\s+submit)\s")
 
 
 def follow(command: Sequence[str], options: Sequence[str]) -> int:
@@ -50,7 +47,7 @@ def _require_here(path: str) -> None:
     with reading(path):
         lines = Path(path).read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
-        if found := _ELSEWHERE.search(line.partition("#")[0] + " "):
+        if found := _AWAY.search(line.partition("#")[0] + " "):
             required, what = "a script that starts the training itself", f"`{found[1]}` in line {number} of {path}"
             fix = "run the doctor where that command runs"
             raise ConfigError(explain("jetrl doctor --follow", required=required, found=what, fix=fix))

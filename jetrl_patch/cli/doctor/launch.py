@@ -118,11 +118,10 @@ def _module_of(script: str) -> str:
 _DATA = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json")
-#: programs that start a command in another environment or on another machine
-_ELSEWHERE = (
-    "uv", "uvx", "conda", "mamba", "micromamba", "poetry", "pixi", "pipenv", "hatch", "docker", "podman", "apptainer",
-    "singularity", "kubectl", "ssh", "srun", "sbatch", "ray", "sky", "modal",
-)  # fmt: skip
+#: programs that start a command in a container or on another machine; also `ray job submit`
+AWAY = ("docker", "podman", "apptainer", "singularity", "kubectl", "ssh", "srun", "sbatch", "sky", "modal")
+#: programs that start a command in another environment
+_ELSEWHERE = ("uv", "uvx", "conda", "mamba", "micromamba", "poetry", "pixi", "pipenv", "hatch", "ray", *AWAY)
 
 
 def check_command(words: Sequence[str]) -> Iterator[Check]:
