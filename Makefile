@@ -169,8 +169,8 @@ else
 	$(TEST) $(ARGS)
 endif
 
-## every family, engines and three RL steps with other versions: PIN="verl verl-next openrlhf oldest newest", or some of them
-# requirements/pins-NAME.txt is laid over the main environment
+## every family, engines and three RL steps with other versions: PIN="verl verl-next openrlhf oldest newest trl-oldest", or some of them
+# requirements/pins-NAME.txt is laid over the main environment; of TRL's sets, its own runs
 PIN ?= openrlhf newest
 PINNED_verl      := tests/verl/test_e2e.py
 PINNED_verl-next := tests/verl/test_e2e.py
@@ -197,13 +197,28 @@ build/triton-%/.done: | $(SELF)
 	$(PIP) --target $(@D) triton==$*
 	@touch $@
 
+test-pins-trl-%: build/pins/trl-%/.done $(SELF)
+	$(subst $(PY),$(PY:$(VENV)/%=build/pins/trl-$*/%),$(TEST)) -m "pins and not slow" tests/trl $(ARGS)
+
+# an environment over the main one
+define OVERLAY
+$(PY) -m venv --clear --without-pip $(@D)
+@main=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+over=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+echo "import site; site.addsitedir('$$main')" > "$$over/main.pth"
+endef
+LAY := bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
+
 .PRECIOUS: build/pins/%/.done
 build/pins/%/.done: requirements/pins-%.txt $(STAMP)
-	$(PY) -m venv --clear --without-pip build/pins/$*
-	@main=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	over=$$(build/pins/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	echo "import site; site.addsitedir('$$main')" > "$$over/main.pth"
-	build/pins/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
+	$(OVERLAY)
+	$(@D)/$(LAY) -r $<
+	@touch $@
+
+.PRECIOUS: build/pins/trl-%/.done
+build/pins/trl-%/.done: requirements/pins-trl-%.txt $(STAMP)
+	$(OVERLAY)
+	$(@D)/$(LAY) --target $(@D)/trl -r $<
 	@touch $@
 
 ## how an engine on an H100 resolves every mode, with the Python of vLLM's CUDA wheels; needs no GPU: forty minutes

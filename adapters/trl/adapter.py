@@ -10,7 +10,7 @@ from jetrl_patch.registry import Adapter, Config, Patch
 
 
 class TrlAdapter(Adapter):
-    """TRL 1.16: ``GRPOTrainer`` and ``RLOOTrainer`` with both ``vllm_mode``, one or several processes."""
+    """TRL 1.11 to 1.16: ``GRPOTrainer`` and ``RLOOTrainer`` with both ``vllm_mode``, one or several processes."""
 
     name: ClassVar[str] = "trl"
     order: ClassVar[int] = 6

@@ -7,7 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import loop, session
-from jetrl_patch.adapters.trl import correction, settings
+from jetrl_patch.adapters.trl import compat, correction, settings
 from jetrl_patch.adapters.trl.state import BUILDING, ENGINES, RUNS, Run
 from jetrl_patch.config import environment
 from jetrl_patch.config.following import end_with
@@ -32,8 +32,12 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     settings.check(bound.arguments, config)
     correction.apply(bound.arguments.get("args"), config)
     require_same_ranks(config, config.sync_timeout)
-    RUNS[self], before, BUILDING.trainer = Run(args=bound.arguments.get("args")), BUILDING.trainer, self
+    args_, loaded = bound.arguments.get("args"), bound.arguments.get("model")
+    run = RUNS[self] = Run(args=args_)
+    before, BUILDING.trainer = BUILDING.trainer, self
     try:
+        if config.quantized_rollout and not isinstance(loaded, str):
+            run.source = convert(loaded, args_, config)
         original(self, *args, **kwargs)
     except BaseException:
         del RUNS[self]
@@ -43,8 +47,21 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @replacement
+def create_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``create_model_from_path``, by which a trainer's ``__init__`` loads its policy and then its reference model."""
+    created, trainer = original(*args, **kwargs), BUILDING.trainer
+    if trainer is not None:
+        run, config = RUNS[trainer], session.active_config()
+        if run.source is None:
+            run.source = convert(created, run.args, config)
+        else:
+            run.followers.append(convert(created, run.args, config, reference=True))
+    return created
+
+
+@replacement
 def get_peft_model(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap peft's ``get_peft_model`` in a trainer's ``__init__``: convert the model before it gets adapters, which then merge.
+    """Wrap peft's ``get_peft_model`` in a trainer's ``__init__``: the converted model's adapters merge.
 
     Raises ConfigError for adapters other than plain LoRA.
     """
@@ -52,28 +69,12 @@ def get_peft_model(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
     from jetrl_patch.fp8.lora import adopt
 
-    config, run = session.active_config(), RUNS[BUILDING.trainer]
+    config, converted = session.active_config(), RUNS[BUILDING.trainer].source
+    assert converted is not None, "the policy was converted as loaded"
     settings.check_lora(model.config, config)
-    run.source = converted = convert(model, run.args, config)
     built = original(model, *args, **kwargs)
     converted.adapters = adopt(built, merge=config.fp8_train)
     return built
-
-
-@replacement
-def add_fused_lm_head(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ``add_fused_lm_head`` in a trainer's ``__init__``, which gets the policy, then the reference model, both as loaded."""
-    trainer, config = BUILDING.trainer, session.active_config()
-    if trainer is not None:
-        run = RUNS[trainer]
-        adapted = run.source is not None and run.source.adapters is not None
-        settings.check_accelerator(trainer.accelerator, config, adapted)
-        return_log_probs_unrounded(trainer.accelerator)
-        if model is trainer.ref_model:
-            run.followers.append(convert(model, run.args, config, reference=True))
-        elif run.source is None:  # no adapters
-            run.source = convert(model, run.args, config)
-    original(model, *args, **kwargs)
 
 
 def return_log_probs_unrounded(accelerator: Any) -> None:
@@ -93,6 +94,8 @@ def convert(model: Any, args: Any, config: Config, reference: bool = False) -> s
     )  # fmt: skip
     if config.exact:
         model.register_forward_pre_hook(add_positions, with_kwargs=True)
+        if not compat.has_fused_head():
+            model.register_forward_hook(return_fp32_logits)
     return found
 
 
@@ -102,6 +105,9 @@ def generation_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
     trainer, config = BUILDING.trainer, session.active_config()
     if trainer is not None:
         run = ENGINES[self] = RUNS[trainer]
+        settings.check_accelerator(trainer.accelerator, config, run.source is not None and run.source.adapters is not None)
+        if config.quantized_rollout:
+            return_log_probs_unrounded(trainer.accelerator)
         run.keeps_log_probs = kwargs.get("logprobs", 0) is None
         kwargs["logprobs"] = kwargs.get("logprobs") or 0
     elif config.changes_rollout:
@@ -126,6 +132,31 @@ def add_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     if mask is not None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None:
         kwargs["position_ids"] = loop.positions(mask)
     return args, kwargs
+
+
+def return_fp32_logits(model: Any, args: Any, outputs: Any) -> Any:
+    """Convert a model's logits before TRL divides them by the temperature, as vLLM's sampler does."""
+    outputs.logits = outputs.logits.float()
+    return outputs
+
+
+@replacement
+def selective_log_softmax(original: Any, logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Tensor:
+    """Replace a trainer's ``selective_log_softmax``: FP32 log-probs [B, C] of ``index`` [B, C] by vLLM's formula."""
+    from jetrl_patch.exact.ops import token_log_probs
+
+    found = token_log_probs(logits, index, temperature)
+    return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
+
+
+@replacement
+def selective_log_softmax_and_entropy(
+    original: Any, logits: Tensor, index: Tensor, entropy_requires_grad: bool = True, temperature: float = 1.0,
+    row_mask: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Replace a trainer's ``selective_log_softmax_and_entropy``. The entropies are TRL's."""
+    found = selective_log_softmax(original)(logits, index, temperature, row_mask)
+    return found, original(logits, index, entropy_requires_grad, temperature, row_mask)[1]
 
 
 class ExactLogProbs:

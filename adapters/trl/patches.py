@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
-from jetrl_patch.adapters.trl import logprob, metrics, model, sync
+from jetrl_patch.adapters.trl import compat, logprob, metrics, model, sync
 from jetrl_patch.adapters.trl.state import TRAINERS
 from jetrl_patch.patching.guards import check_version
 from jetrl_patch.patching.patch import needed
@@ -24,16 +24,15 @@ def _of_trainer(module: str, kind: str) -> Iterator[Patch]:
         remove_when=_HOOK,
     )
     yield Patch(
-        module, "get_peft_model", model.get_peft_model,
-        when=lambda config: config.quantized_rollout and importlib.util.find_spec("peft") is not None,
-        reason="TRL adds adapters before it adds its fused LM head, and LoRA's layers would compute B A x beside W x, "
-        "which a rollout with one merged, quantized weight cannot reproduce",
+        module, "create_model_from_path", model.create_model,
+        when=lambda config: config.quantized_rollout,
+        reason="TRL cannot train in FP8; this converts policy and reference model as loaded, before anything wraps them",
         remove_when=_HOOK,
     )
     yield Patch(
-        module, "add_fused_lm_head", model.add_fused_lm_head,
-        when=lambda config: config.quantized_rollout,
-        reason="TRL cannot train in FP8; this converts policy and reference model as loaded, before anything wraps them",
+        module, "get_peft_model", model.get_peft_model,
+        when=lambda config: config.quantized_rollout and importlib.util.find_spec("peft") is not None,
+        reason="LoRA's layers would compute B A x beside W x, which a rollout with one merged, quantized weight cannot reproduce",
         remove_when=_HOOK,
     )
     yield Patch(
@@ -71,12 +70,6 @@ PATCHES: tuple[Patch, ...] = (
         remove_when=_OLD,
     ),
     Patch(
-        "trl.trainer.utils", "_ChunkedLogProbFunction", lambda original: model.ExactLogProbs,
-        when=lambda config: config.exact,
-        reason="TRL's fused head sums tiles of the vocabulary, and divides by the temperature, otherwise than vLLM's sampler",
-        remove_when="TRL's add_fused_lm_head takes the function that computes log-probs as an argument",
-    ),
-    Patch(
         _GENERATION, "VLLMGeneration.__init__", model.generation_init,
         reason="another trainer of TRL would sample from an FP8 engine and train a stock model, and RLOO asks for no log-probs",
         remove_when="the plugin supports every trainer that uses VLLMGeneration",
@@ -111,6 +104,36 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )  # fmt: skip
 
+#: of releases whose models compute log-probs
+OF_FUSED_HEAD: tuple[Patch, ...] = (
+    Patch(
+        "trl.trainer.utils", "_ChunkedLogProbFunction", lambda original: model.ExactLogProbs,
+        when=lambda config: config.exact,
+        reason="TRL's fused head sums tiles of the vocabulary, and divides by the temperature, otherwise than vLLM's sampler",
+        remove_when="TRL's add_fused_lm_head takes the function that computes log-probs as an argument",
+    ),
+)  # fmt: skip
+
+#: of releases whose models compute logits, and of those among them that leave the division by the temperature to a function
+OF_LOGITS: tuple[Patch, ...] = tuple(
+    Patch(
+        module, "selective_log_softmax", model.selective_log_softmax,
+        when=lambda config: config.exact,
+        reason="TRL subtracts the logarithm of a sum from a logit, which rounds otherwise than vLLM's sampler",
+        remove_when="TRL 1.15 is the oldest supported release",
+    )
+    for module in TRAINERS
+)  # fmt: skip
+OF_DIVIDED_LOGITS: tuple[Patch, ...] = tuple(
+    Patch(
+        module, "selective_log_softmax_and_entropy", model.selective_log_softmax_and_entropy,
+        when=lambda config: config.exact,
+        reason="as selective_log_softmax",
+        remove_when="TRL 1.15 is the oldest supported release",
+    )
+    for module in TRAINERS
+)  # fmt: skip
+
 
 def patches(config: Config) -> Sequence[Patch]:
     """Those that these settings need; none for another version of TRL, whose engines are then those of an unknown trainer."""
@@ -120,4 +143,11 @@ def patches(config: Config) -> Sequence[Patch]:
 
 def patches_of(config: Config) -> Sequence[Patch]:
     """Those that these settings need, of a supported version."""
-    return needed(PATCHES, config)
+    return needed(of_version(), config)
+
+
+def of_version() -> tuple[Patch, ...]:
+    """All that the installed version has targets for."""
+    if compat.has_fused_head():
+        return PATCHES + OF_FUSED_HEAD
+    return PATCHES + OF_LOGITS + (() if compat.divides_by_temperature() else OF_DIVIDED_LOGITS)

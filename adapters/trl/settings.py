@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jetrl_patch.adapters.trl import correction
+from jetrl_patch.adapters.trl import compat, correction
 from jetrl_patch.adapters.trl.state import TRAINERS, kind_of
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
@@ -39,6 +39,10 @@ def _loads_otherwise(value: Any) -> bool:
 
 def _edits_logits(value: Any) -> bool:
     return bool(set(value) - HARMLESS)
+
+
+def _is_divided_otherwise(value: Any) -> bool:
+    return value != 1 and compat.divides_by_temperature()
 
 
 def _limits_tokens(value: Any) -> bool:
@@ -76,7 +80,6 @@ RULES: tuple[Rule, ...] = (
     Rule("use_liger_kernel", is_set, "exact mode's own norm, RoPE and activation", "set it to False", "exact", ConflictError),
     Rule("cast_lm_head_to_fp32", is_set, "the plugin's FP32 lm_head", "use head_dtype='float32'", "quantized", ConflictError),
     Rule("neftune_noise_alpha", is_set, "embeddings without noise, as in the rollout", "unset it", "exact"),
-    Rule("router_aux_loss_coef", is_set, "no balancing loss of your own (it has not run with TRL)", "set it to 0", "quantized"),
     Rule("sync_ref_model", is_set, f"a fixed reference model {_UNTESTED}", "set it to False", "quantized"),
     Rule("top_p", other_than(1), _LOGITS, "set it to 1.0", "exact"),
     Rule("top_k", _limits_tokens, _LOGITS, "set it to 0", "exact"),
@@ -85,6 +88,8 @@ RULES: tuple[Rule, ...] = (
     Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
     Rule("generation_kwargs", _edits_logits, f"none but {', '.join(sorted(HARMLESS))}", "drop the others", "exact"),
     *temperature("temperature"),
+    Rule("temperature", _is_divided_otherwise, "1.0 before TRL 1.14, which divides logits otherwise than vLLM",
+         "set it to 1.0, or install trl>=1.14", "exact"),
     Rule("trainer.quantization_config", is_set, "BF16 or FP32 weights", "drop it", "quantized", ConflictError),
     Rule("trainer.rollout_func", is_set, "TRL's own rollout, whose samples the plugin compares", "drop it", "quantized"),
 )  # fmt: skip
@@ -146,12 +151,12 @@ def _of_model(model: Any, args: Any, config: Config, kind: str) -> Iterator[Jetr
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     tp = args.vllm_tensor_parallel_size
+    if hasattr(model, "peft_config"):
+        required, fix = "a model without adapters", "pass it as it was before, and peft_config"
+        yield ConfigError(explain(f"{kind}'s model", required=required, found="a model of peft's", fix=fix))
     if is_deepspeed_zero3_enabled():  # transformers builds no model without its weights then: their conversion checks them
         return
     if not isinstance(model, str):
-        if hasattr(model, "peft_config"):
-            required, fix = "a model without adapters", "pass it as it was before, and peft_config"
-            yield ConfigError(explain(f"{kind}'s model", required=required, found="a model of peft's", fix=fix))
         yield from raised(lambda: check_model(model.config, config))
         yield from model_problems(model.config, config, tp)
         return

@@ -140,6 +140,7 @@ class Difference:
         target: the dotted name, such as ``vllm.config.PassConfig.enable_sp``.
         changed_in: the first release after the change.
         added: whether that release added the name. Otherwise it removed it.
+        until: the first release that is without an added name again; empty if there is none.
         handled: what the adapter does where the name is missing.
     """
 
@@ -147,6 +148,7 @@ class Difference:
     changed_in: str
     added: bool
     handled: str
+    until: str = ""
 
     @property
     def framework(self) -> str:

@@ -30,7 +30,7 @@ VERSIONS = {
     "verl": ("0.9.0", "0.9.1"),
     "openrlhf": ("0.11.1", "0.11.2"),
     "ray": ("2.41.0", "2.55.0", "2.60.0"),
-    "trl": ("1.16.0",),
+    "trl": ("1.11.0", "1.12.0", "1.13.0", "1.14.2", "1.15.0", "1.16.0"),
 }  # fmt: skip
 #: classes whose switches are recorded if the name matches
 SWITCHES = ("vllm.config.PassConfig", "vllm.config.ParallelConfig", "vllm.config.CompilationConfig")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from scripts.anchors.patches import FRAMEWORKS
 from scripts.anchors.refresh import RECORDS, SWITCHES, VERSIONS
 from scripts.anchors.source import OUTSIDE, Sources
 from scripts.anchors.touched import differences, touched
-from tests.trl import TRL
+from tests import trl
 
 from . import fit
 
@@ -98,10 +97,10 @@ def test_calls_and_replacements_fit(framework: str) -> None:
 
 @pytest.mark.parametrize("difference", differences(), ids=lambda d: d.target.rpartition(".")[2])
 def test_a_difference_starts_and_ends_where_it_says(difference: Any) -> None:
-    changed = Version(difference.changed_in)
+    changed, until = Version(difference.changed_in), Version(difference.until or "999")
     for version in VERSIONS[difference.framework]:
         there = at(difference.framework, difference.target, version) is not None
-        assert there is ((Version(version) >= changed) is difference.added), version
+        assert there is ((changed <= Version(version) < until) is difference.added), version
     oldest = Version(VERSIONS[difference.framework][0])
     assert oldest < changed, f"no supported version is older than {changed}; remove what compat does about it"
 
@@ -109,13 +108,12 @@ def test_a_difference_starts_and_ends_where_it_says(difference: Any) -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_installed_release_says_what_its_wheel_says(framework: str) -> None:
     if framework == "trl":  # in a folder of its own, or not installed
-        folder = TRL
-        version = next((found.version for found in distributions(name="trl", path=[str(TRL)])), None)
-        if version is None:
+        folder, version = trl.TRL, trl.VERSION
+        if not version:
             pytest.skip("needs TRL, which `make trl` installs")
     else:
-        spec, version = importlib.util.find_spec(framework), installed_version(framework)
-        assert spec is not None and spec.origin is not None and version is not None
+        spec, version = importlib.util.find_spec(framework), installed_version(framework) or ""
+        assert spec is not None and spec.origin is not None and version
         folder = Path(spec.origin).parent.parent
     sources = Sources(folder, framework)
     version = Version(version).base_version

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 #: what `make trl` installs
 TRL = Path(sys.prefix) / "trl"
+#: its version; empty if it is not installed
+VERSION = next((found.version for found in distributions(name="trl", path=[str(TRL)])), "")
 needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason=f"needs {TRL}, which `make trl` makes")
 #: arguments of peft's ``LoraConfig``
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}

@@ -12,6 +12,16 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% endif %}"""
 
 
+def checkpoint_of(family: str, tokenizer: Any) -> str:
+    """The folder of a tiny model of a family, which has learned nothing."""
+    from tests.models import build
+
+    model = build(family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    return "model"
+
+
 def adapters(given: dict[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig
 

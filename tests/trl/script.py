@@ -2,10 +2,10 @@
 
 With null in place of the plugin's settings, it is not enabled.
 
-Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "lora" has arguments of peft's
-``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a number that the reward function
-adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin, "kill"
-is a process group that ends in the next sync after a step.
+Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "family" trains another model,
+"lora" has arguments of peft's ``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a
+number that the reward function adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves
+rank 1 without the plugin, "kill" is a process group that ends in the next sync after a step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import jetrl_patch
 
 plugin, given = (json.loads(word) for word in sys.argv[1:])
-own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill")
-change, weights, resume, half, rloo, lora, tools, fsdp2, kill = (given.pop(name, None) for name in own)
+own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family")
+change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family = (given.pop(name, None) for name in own)
 if plugin is not None and not (half and os.environ.get("RANK") == "1"):
     jetrl_patch.enable(**plugin)
 
@@ -62,8 +62,8 @@ args = configuration(**(settings | given))
 if fsdp2 is not None:
     parts.let_accelerate_shard()
 trainer = kind(
-    model=str(CHECKPOINT), reward_funcs=reward, args=args, train_dataset=prompts,
-    eval_dataset=prompts.select(range(8)), processing_class=tokenizer, **more,
+    model=parts.checkpoint_of(family, tokenizer) if family else str(CHECKPOINT), reward_funcs=reward, args=args,
+    train_dataset=prompts, eval_dataset=prompts.select(range(8)), processing_class=tokenizer, **more,
 )  # fmt: skip
 trainer.train(resume_from_checkpoint=resume)
 if trainer.accelerator.is_main_process:

@@ -62,7 +62,7 @@ def refused(make: Any) -> str:
 
 def entries() -> dict[str, int]:
     found = {}
-    for patch in patches.PATCHES:
+    for patch in patches.of_version():
         owner, name, _ = find_target(importlib.import_module(patch.module), patch.attr)
         found[patch.target] = id(raw_entry(owner, name))
     return found

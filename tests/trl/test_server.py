@@ -12,7 +12,7 @@ from tests.trl import LIMIT, LORA, needs_trl, run_python, train
 from tests.trl.serving import serving
 from tests.trl.test_runs import EXACT, SCRIPT, assert_exact, steps_of
 
-pytestmark = [needs_trl, pytest.mark.e2e, pytest.mark.timeout(3 * LIMIT)]
+pytestmark = [needs_trl, pytest.mark.e2e, pytest.mark.pins, pytest.mark.timeout(3 * LIMIT)]
 
 
 def test_a_server_is_exact_and_serves_one_run_after_the_other(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ LINEAR = {**UNIFIED, "align": "linear"}
 
 #: why a setting needs no rule -> settings
 HARMLESS = {
+    "weighs a loss of the trainer's own experts": "router_aux_loss_coef",
     "read where it is needed": "vllm_mode trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
     "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
     "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 fp16 "
@@ -82,7 +83,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
             ("vllm_model_impl", "auto", "ConfigError"),
             ("torch_compile", True, "ConfigError"),
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
-            ("neftune_noise_alpha", 5.0, "ConfigError"), ("router_aux_loss_coef", 0.1, "ConfigError"),
+            ("neftune_noise_alpha", 5.0, "ConfigError"),
             ("sync_ref_model", True, "ConfigError"), ("top_p", 0.9, "ConfigError"), ("top_k", 20, "ConfigError"),
             ("min_p", 0.1, "ConfigError"), ("repetition_penalty", 1.1, "ConfigError"),
             ("vllm_structured_outputs_regex", "a", "ConfigError"), ("generation_kwargs", {"logit_bias": {1: 2}}, "ConfigError"),
