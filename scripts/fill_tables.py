@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jetrl_patch import session
 from jetrl_patch._versions import SUPPORTED
+from jetrl_patch.adapters.trl.vision import VISION
 from jetrl_patch.adapters.verl.preset import PRESETS
 from jetrl_patch.config import SETTINGS, Config, environment
 from jetrl_patch.config.arguments import FLAG
@@ -73,7 +74,8 @@ def presets() -> str:
 def fixes() -> str:
     """The fixes for bugs of other projects. Fixes with one reason share a row."""
     found: dict[tuple[str, ...], dict[str, None]] = {}
-    for patch in (patch for config in _FIXED for patch in session.preview(config)):
+    installed = (patch for config in _FIXED for patch in session.preview(config))
+    for patch in (*installed, *VISION):  # TRL is not in the environment
         if patch.fixes:
             row = (patch.fixes, patch.reason, _thread(patch.upstream), patch.needed_by)
             found.setdefault(row, {})[f"`{patch.target}`"] = None

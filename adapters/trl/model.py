@@ -32,12 +32,12 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     settings.check(bound.arguments, config)
     correction.apply(bound.arguments.get("args"), config)
     require_same_ranks(config, config.sync_timeout)
-    args_, loaded = bound.arguments.get("args"), bound.arguments.get("model")
-    run = RUNS[self] = Run(args=args_)
+    loaded = bound.arguments.get("model")
+    run = RUNS[self] = Run(arguments=bound.arguments)
     before, BUILDING.trainer = BUILDING.trainer, self
     try:
         if config.quantized_rollout and not isinstance(loaded, str):
-            run.source = convert(loaded, args_, config)
+            run.source = convert(loaded, run, config)
         original(self, *args, **kwargs)
     except BaseException:
         del RUNS[self]
@@ -53,9 +53,9 @@ def create_model(original: Any, *args: Any, **kwargs: Any) -> Any:
     if trainer is not None:
         run, config = RUNS[trainer], session.active_config()
         if run.source is None:
-            run.source = convert(created, run.args, config)
+            run.source = convert(created, run, config)
         else:
-            run.followers.append(convert(created, run.args, config, reference=True))
+            run.followers.append(convert(created, run, config, reference=True))
     return created
 
 
@@ -69,11 +69,10 @@ def get_peft_model(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
     from jetrl_patch.fp8.lora import adopt
 
-    config, converted = session.active_config(), RUNS[BUILDING.trainer].source
+    converted = RUNS[BUILDING.trainer].source
     assert converted is not None, "the policy was converted as loaded"
-    settings.check_lora(model.config, config)
     built = original(model, *args, **kwargs)
-    converted.adapters = adopt(built, merge=config.fp8_train)
+    converted.adapters = adopt(built, merge=session.active_config().fp8_train)
     return built
 
 
@@ -84,13 +83,13 @@ def return_log_probs_unrounded(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-def convert(model: Any, args: Any, config: Config, reference: bool = False) -> source.Source:
+def convert(model: Any, run: Run, config: Config, reference: bool = False) -> source.Source:
     """Convert a model as loaded, also if ZeRO-3 has partitioned it. Return what weight syncs send. Raises as ``check_loaded``."""
-    settings.check_loaded(model, config)
+    settings.check_loaded(model, run.arguments, config)
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()}
     found = source.convert(
         model, config, shapes,
-        rollout_tp=args.vllm_tensor_parallel_size, device_type=args.device.type, reference=reference,
+        rollout_tp=run.args.vllm_tensor_parallel_size, device_type=run.args.device.type, reference=reference,
     )  # fmt: skip
     if config.exact:
         model.register_forward_pre_hook(add_positions, with_kwargs=True)
@@ -127,9 +126,12 @@ def caller() -> str:
 
 
 def add_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add the positions that the rollout's tokens have. TRL pads prompts on the left and passes none."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None:
+    """Add the positions that the rollout's tokens have. TRL pads prompts on the left and passes none.
+
+    Beside images a model computes them itself.
+    """
+    mask, images = kwargs.get("attention_mask"), kwargs.get("image_grid_thw")
+    if mask is not None and images is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None:
         kwargs["position_ids"] = loop.positions(mask)
     return args, kwargs
 

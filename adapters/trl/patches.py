@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
-from jetrl_patch.adapters.trl import compat, logprob, metrics, model, sync
+from jetrl_patch.adapters.trl import compat, logprob, metrics, model, sync, vision
 from jetrl_patch.adapters.trl.state import TRAINERS
 from jetrl_patch.patching.guards import check_version
 from jetrl_patch.patching.patch import needed
@@ -63,6 +63,7 @@ def _of_trainer(module: str, kind: str) -> Iterator[Patch]:
 
 
 PATCHES: tuple[Patch, ...] = (
+    *vision.VISION,
     *(patch for module, kind in TRAINERS.items() for patch in _of_trainer(module, kind)),
     Patch(
         "trl.trainer.grpo_trainer", "GRPOTrainer._generate", logprob.generate,

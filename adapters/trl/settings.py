@@ -10,7 +10,7 @@ from jetrl_patch.adapters.trl import compat, correction
 from jetrl_patch.adapters.trl.state import TRAINERS, kind_of
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
+from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.trainer.foreign import PACKAGES
 from jetrl_patch.trainer.preflight import checkpoint_problems, model_problems, say_share
 from jetrl_patch.trainer.rules import (
@@ -119,7 +119,7 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     if config.mode.scales_loss:
         required, fix = "a precision without a loss scale", "use another precision"
         yield ConfigError(explain("precision with TRL", required=required, found=repr(config.precision), fix=fix))
-    args, model = arguments.get("args"), arguments.get("model")
+    args = arguments.get("args")
 
     def select(path: str) -> Any:
         owner, _, name = path.rpartition(".")
@@ -144,12 +144,14 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
             yield unsupported(f"{own.__module__}.{own.__qualname__}", config)
         if arguments.get("peft_config") is not None:
             yield from adapter_problems(config, "peft_config")
-        yield from _of_model(model, args, config, kind)
+        yield from _of_model(arguments, config, kind)
 
 
-def _of_model(model: Any, args: Any, config: Config, kind: str) -> Iterator[JetrlError]:
+def _of_model(arguments: Mapping[str, Any], config: Config, kind: str) -> Iterator[JetrlError]:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
+    model: Any = arguments.get("model")
+    args = arguments["args"]
     tp = args.vllm_tensor_parallel_size
     if hasattr(model, "peft_config"):
         required, fix = "a model without adapters", "pass it as it was before, and peft_config"
@@ -157,12 +159,12 @@ def _of_model(model: Any, args: Any, config: Config, kind: str) -> Iterator[Jetr
     if is_deepspeed_zero3_enabled():  # transformers builds no model without its weights then: their conversion checks them
         return
     if not isinstance(model, str):
-        yield from raised(lambda: check_model(model.config, config))
+        yield from raised(lambda: check_model(model.config, arguments, config))
         yield from model_problems(model.config, config, tp)
         return
     hf_config = yield from checkpoint_problems(model, config, tp, trust_remote_code=args.trust_remote_code)
     if hf_config is not None:
-        yield from raised(lambda: check_model(hf_config, config))
+        yield from raised(lambda: check_model(hf_config, arguments, config))
         say_share(model, config, tp)
 
 
@@ -185,7 +187,7 @@ def check_accelerator(accelerator: Any, config: Config, adapted: bool) -> None:
         raise ConfigError(explain("fsdp_config with TRL", required=required, found=", ".join(words), fix=fix))
 
 
-def check_loaded(model: Any, config: Config) -> None:
+def check_loaded(model: Any, arguments: Mapping[str, Any], config: Config) -> None:
     """Raise the first error about a loaded model."""
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
@@ -194,27 +196,21 @@ def check_loaded(model: Any, config: Config) -> None:
     if getattr(model, "use_kernels", False):
         required, fix = "the layers of transformers", "load the model without use_kernels"
         raise ConflictError(explain("the trainer's model", required=required, found="kernels from a hub", fix=fix))
-    check_model(model.config, config)
+    check_model(model.config, arguments, config)
 
 
-def check_lora(hf_config: Any, config: Config) -> None:
-    """Raise ModelError for a model that has not run with adapters."""
-    if expert_sizes(hf_config) is not None:
-        what, found = "LoRA in TRL with a quantized rollout", f"model_type={hf_config.model_type!r}"
-        fix = f"drop peft_config, or use {UNQUANTIZED}"
-        raise ModelError(explain(what, required=f"a dense text model {_UNTESTED}", found=found, fix=fix))
-
-
-def check_model(hf_config: Any, config: Config) -> None:
-    """Raise ModelError for a model that a quantized rollout does not support in TRL."""
-    what, fix = "the model with TRL and a quantized rollout", f"use {UNQUANTIZED}"
-    if is_vision_language(hf_config):
-        found = f"model_type={hf_config.model_type!r}"
-        raise ModelError(explain(what, required=f"a text model {_UNTESTED}", found=found, fix=fix))
-    require_attention(hf_config, what, fix)
+def check_model(hf_config: Any, arguments: Mapping[str, Any], config: Config) -> None:
+    """Raise ModelError for a model that a quantized rollout does not support in TRL, with these arguments of a trainer."""
     if config.exact and (scale := getattr(hf_config, "logits_scaling", 1.0)) != 1.0:
         required, found = "logits that lm_head alone computes", f"logits_scaling={scale}"
         raise ModelError(explain("align='exact' in TRL", required=required, found=found, fix="use align='linear'"))
+    if is_vision_language(hf_config):
+        given = {"vllm_mode='server'": arguments["args"].vllm_mode != "colocate"}
+        given |= {name: bool(arguments.get(name)) for name in ("tools", "environment_factory")}
+        if found := ", ".join(name for name, is_there in given.items() if is_there):
+            what = f"model_type={hf_config.model_type!r} with TRL and a quantized rollout"
+            required, fix = f"vllm_mode='colocate' without tools {_UNTESTED}", f"drop the others, or use {UNQUANTIZED}"
+            raise ModelError(explain(what, required=required, found=found, fix=fix))
 
 
 def unsupported(trainer: str, config: Config) -> ConfigError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,12 +36,25 @@ class DeepStackLayer:
         return x, torch.zeros_like(x)
 
 
+@contextlib.contextmanager
+def _unpartitioned() -> Iterator[None]:
+    """Build whole models, although this process may train others with ZeRO-3."""
+    from transformers.integrations import deepspeed
+
+    before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
+
+
 def _build(hf_config: Any, name: str, like: nn.Module) -> nn.Module:
     """The trainer's tower with uninitialized weights, on the device and in the dtype of vLLM's tower ``like``."""
     from transformers import AutoModel
 
     held = next(like.parameters())
-    with torch.device("meta"):
+    with torch.device("meta"), _unpartitioned():
         whole = AutoModel.from_config(copy.deepcopy(hf_config), dtype=held.dtype)
     built: nn.Module = getattr(whole, name).to_empty(device=held.device)
     tower.check(built, name)

@@ -2,10 +2,11 @@
 
 With null in place of the plugin's settings, it is not enabled.
 
-Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "family" trains another model,
-"lora" has arguments of peft's ``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a
-number that the reward function adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves
-rank 1 without the plugin, "kill" is a process group that ends in the next sync after a step.
+Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "family" builds another model, "vision"
+is a folder with one that is asked about pictures, "lora" has arguments of peft's ``LoraConfig``, "tools" adds tools and an
+environment, "fsdp2" shards the model, "change" is a number that the reward function adds to a weight, "weights" saves the trained
+ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin, "kill" is a process group that ends in the next sync
+after a step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import jetrl_patch
 
 plugin, given = (json.loads(word) for word in sys.argv[1:])
-own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family")
-change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family = (given.pop(name, None) for name in own)
+own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family", "vision")
+change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family, vision = (given.pop(name, None) for name in own)
 if plugin is not None and not (half and os.environ.get("RANK") == "1"):
     jetrl_patch.enable(**plugin)
 
@@ -30,7 +31,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.trl import CHECKPOINT, parts  # noqa: E402
+from tests.trl import CHECKPOINT, parts, pictures  # noqa: E402
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -52,6 +53,11 @@ settings = {
     **({"ddp_backend": "gloo"} if "RANK" in os.environ else {}),
 }  # fmt: skip
 tokenizer = AutoTokenizer.from_pretrained(str(CHECKPOINT))
+model = str(CHECKPOINT)
+if family:
+    model = parts.checkpoint_of(family, tokenizer)
+if vision:
+    model, tokenizer, prompts = vision, None, Dataset.from_list(pictures.questions(24))
 more: dict[str, Any] = {**(parts.adapters(lora) if lora else {}), **(parts.tools(tokenizer) if tools else {})}
 if given.get("vllm_enable_sleep_mode"):
     parts.let_engines_sleep()
@@ -62,8 +68,8 @@ args = configuration(**(settings | given))
 if fsdp2 is not None:
     parts.let_accelerate_shard()
 trainer = kind(
-    model=parts.checkpoint_of(family, tokenizer) if family else str(CHECKPOINT), reward_funcs=reward, args=args,
-    train_dataset=prompts, eval_dataset=prompts.select(range(8)), processing_class=tokenizer, **more,
+    model=model, reward_funcs=reward, args=args, train_dataset=prompts,
+    eval_dataset=prompts.select(range(8)), processing_class=tokenizer, **more,
 )  # fmt: skip
 trainer.train(resume_from_checkpoint=resume)
 if trainer.accelerator.is_main_process:

@@ -238,7 +238,7 @@ def test_the_trainers_that_build_engines_are_known() -> None:
 
 def test_disable_restores_the_identical_objects_with_trl_imported(said: dict[str, Any]) -> None:
     unified = Config(**UNIFIED)
-    assert said["patched"] == sorted(patch.target for patch in patches.patches_of(unified))
+    assert said["patched"] == sorted({patch.target for patch in patches.patches_of(unified)})
     assert said["left"] == []
 
 
