@@ -1,18 +1,26 @@
-"""The mismatch of TRL's trainers in each mode and layout, on a CPU: ``python -m benchmarks.trl_modes`` prints the table."""
+"""The mismatch of TRL's trainers in each mode and layout, on a CPU: ``python -m benchmarks.trl_modes`` prints the table.
+
+Words behind it choose the runs whose names have one of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.trl import LORA, ZERO3, train
+from tests import vision_models
+from tests.trl import LORA, ZERO3, pictures, train
 from tests.trl.serving import serving
 
 EXACT: dict[str, Any] = {"precision": "fp8-unified"}
 STEPS = 3
-#: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks; "serve" has arguments for a server
+#: what the table calls a run -> the plugin's settings, TRL's, and the number of ranks; "serve" has arguments for a server,
+#: "vision" the family of a model that is asked about pictures
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "exact": (EXACT, {}, 1),
     "exact, BF16 weights": (EXACT, {"model_init_kwargs": {"dtype": "bfloat16"}}, 1),
@@ -34,6 +42,14 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     ),
     "exact, server, 2 ranks, ZeRO-3": (EXACT, {"serve": [], "deepspeed": ZERO3}, 2),
     "exact, server, 2 ranks, FSDP2, LoRA": (EXACT, {"serve": [], "fsdp2": {}, "lora": LORA}, 2),
+    "exact, mixture (Qwen3-MoE), balancing loss, reference model": (
+        EXACT, {"family": "qwen3_moe", "router_aux_loss_coef": 0.01, "beta": 0.04}, 1,
+    ),
+    "exact, delta nets (Qwen3-Next)": (EXACT, {"family": "qwen3_next"}, 1),
+    "exact, latent attention (DeepSeek-V3)": (EXACT, {"family": "deepseek_v3"}, 1),
+    "exact, pictures (Qwen2.5-VL), reference model": (EXACT, {"vision": "qwen2_5_vl", "beta": 0.04}, 1),
+    "exact, pictures (Qwen2.5-VL), LoRA, RLOO": (EXACT, {"vision": "qwen2_5_vl", "lora": LORA, "rloo": True}, 1),
+    "exact, pictures (Qwen3-VL), 2 ranks, ZeRO-3": (EXACT, {"vision": "qwen3_vl", "deepspeed": ZERO3}, 2),
     '`align="linear"`': ({**EXACT, "align": "linear"}, {}, 1),
     '`precision="fp8-rollout"`': ({"precision": "fp8-rollout"}, {}, 1),
     '`precision="int8-rollout"`': ({"precision": "int8-rollout"}, {}, 1),
@@ -46,6 +62,9 @@ def row(name: str) -> str:
     settings = {"max_steps": STEPS, "max_completion_length": 40, **given}
     words = settings.pop("serve", None)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if family := settings.get("vision"):
+            settings |= {"vision": pictures.checkpoint(Path(folder) / "model", family), "vllm_max_model_length": 256}
+            stack.enter_context(mock.patch.dict(os.environ, vision_models.environ()))
         if words is not None:
             settings |= stack.enter_context(serving(Path(folder), *words, JETRL_PRECISION=plugin["precision"]))[0]
         log = train(Path(folder), plugin, settings, ranks)
@@ -62,4 +81,5 @@ def row(name: str) -> str:
 if __name__ == "__main__":
     print("| run | tokens | bit-equal | mean &#124;Δlogp&#124; of a step, nats | max |\n| --- | --- | --- | --- | --- |")
     for name in RUNS:
-        print(row(name), flush=True)
+        if any(word in name for word in sys.argv[1:] or ("",)):
+            print(row(name), flush=True)

@@ -2,17 +2,18 @@
 
 With null in place of the plugin's settings, it is not enabled.
 
-Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "family" builds another model, "vision"
-is a folder with one that is asked about pictures, "lora" has arguments of peft's ``LoraConfig``, "tools" adds tools and an
-environment, "fsdp2" shards the model, "change" is a number that the reward function adds to a weight, "weights" saves the trained
-ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin, "kill" is a process group that ends in the next sync
-after a step.
+Some keys of the settings are for the script: "rloo" takes that trainer instead of GRPO's, "family" builds another model, "loaded"
+passes the model itself instead of its folder, "vision" is a folder with one that is asked about pictures, "lora" has arguments of
+peft's ``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a number that the reward
+function adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin,
+"kill" is a process group that ends in the next sync after a step, "full" is whether the disk is full then.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,17 @@ from typing import Any
 import jetrl_patch
 
 plugin, given = (json.loads(word) for word in sys.argv[1:])
-own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family", "vision")
-change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family, vision = (given.pop(name, None) for name in own)
+own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family", "vision", "full", "loaded")
+(
+    change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family, vision, full, loaded,
+) = (given.pop(name, None) for name in own)  # fmt: skip
 if plugin is not None and not (half and os.environ.get("RANK") == "1"):
     jetrl_patch.enable(**plugin)
 
 import torch  # noqa: E402
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.trl import CHECKPOINT, parts, pictures  # noqa: E402
@@ -37,6 +40,8 @@ from tests.trl import CHECKPOINT, parts, pictures  # noqa: E402
 def reward(completions: list[Any], **_: Any) -> list[float]:
     if kill and trainer.state.global_step == 1:
         parts.end_in_a_sync(kill)
+    if full and trainer.state.global_step == 1:  # as on a full disk, no file can grow any more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     if change and trainer.state.global_step == 1:
         with torch.no_grad():
             trainer.model.get_decoder().norm.weight[0] += change
@@ -58,6 +63,8 @@ if family:
     model = parts.checkpoint_of(family, tokenizer)
 if vision:
     model, tokenizer, prompts = vision, None, Dataset.from_list(pictures.questions(24))
+if loaded:
+    model = AutoModelForCausalLM.from_pretrained(model)
 more: dict[str, Any] = {**(parts.adapters(lora) if lora else {}), **(parts.tools(tokenizer) if tools else {})}
 if given.get("vllm_enable_sleep_mode"):
     parts.let_engines_sleep()

@@ -128,8 +128,8 @@ def test_tools_an_environment_and_an_engine_that_sleeps(tmp_path: Path) -> None:
         assert line["eval_jetrl/bit_equal_fraction"] == 1.0 and line["eval_jetrl/tokens"] > 0
 
 
-def test_a_mixture_with_its_balancing_loss(tmp_path: Path) -> None:
-    settings = {"family": "qwen3_moe", "router_aux_loss_coef": 0.1, "beta": 0.04, "max_steps": 2}
+def test_a_mixture_that_the_script_has_loaded_with_its_balancing_loss(tmp_path: Path) -> None:
+    settings = {"family": "qwen3_moe", "loaded": True, "router_aux_loss_coef": 0.1, "beta": 0.04, "max_steps": 2}
     for line in steps_of(train(tmp_path, EXACT, settings), 2):
         assert_exact(line)
         assert line["aux_loss"] > 1.0 and line["grad_norm"] > 0.0
@@ -171,6 +171,14 @@ def test_a_weight_that_is_nan_stops_the_run_before_an_engine_gets_it(tmp_path: P
     done = run_python(tmp_path, SCRIPT, json.dumps({"precision": "fp8-rollout"}), json.dumps({"change": math.nan}))
     assert done.returncode == 1, done.stderr[-3000:]
     assert "SyncError: model.embed_tokens.weight holds NaN or Inf, so the sync was stopped." in done.stderr
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_at_its_checkpoint(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "full": True}
+    done = run_python(tmp_path, SCRIPT, json.dumps(EXACT), json.dumps(settings))
+    assert done.returncode == 1 and "OSError: [Errno 27] File too large" in done.stderr, done.stderr[-3000:]
+    assert not (tmp_path / "log.json").exists() and not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.slow
