@@ -16,6 +16,8 @@ def _support_table() -> dict[str, Any]:
 
 
 table = _support_table()
+home = table["HOME"]
+places = {"Source": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
 core = find_packages(include=["jetrl_patch", "jetrl_patch.*"])
 adapters = ["jetrl_patch." + name for name in find_packages(include=["adapters", "adapters.*"])]
 
@@ -26,6 +28,8 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     author="jetrl_patch contributors",
+    url=home or None,
+    project_urls={name: home + path for name, path in places.items()} if home else {},
     license="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["reinforcement learning", "RLHF", "GRPO", "FP8", "quantization", "LLM", "verl", "OpenRLHF", "vLLM"],

@@ -5,6 +5,9 @@
 
 VERSION = "0.1.0"
 
+#: the address of the repository, such as https://host/owner/jetrl_patch; empty until it has a public one
+HOME = ""
+
 #: distribution name -> (supported PEP 440 range, release that the tests run on)
 SUPPORTED = {
     "torch": (">=2.11,<2.14", "2.13.0"),

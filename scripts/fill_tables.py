@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from jetrl_patch import session
-from jetrl_patch._versions import SUPPORTED
+from jetrl_patch._versions import HOME, SUPPORTED, VERSION
 from jetrl_patch.adapters.trl.vision import VISION
 from jetrl_patch.adapters.verl.preset import PRESETS
 from jetrl_patch.config import SETTINGS, Config, environment
@@ -90,6 +90,13 @@ def _thread(upstream: str) -> str:
     return upstream if match is None else f"[{match[1]}#{match[2]}]({upstream})"
 
 
+def home() -> str:
+    """Where the sources are."""
+    if HOME:
+        return f"```bash\ngit clone {HOME} && cd {HOME.rpartition('/')[2]}\ngit checkout v{VERSION}   # or a newer tag\n```"
+    return "This version has no public repository and no release. Its address will go into `HOME` of `jetrl_patch/_versions.py`."
+
+
 def versions() -> str:
     """The supported versions, and those that the tests run on."""
     lines = ["| package | supported | tests run on |", "| --- | --- | --- |"]
@@ -118,7 +125,7 @@ def pages() -> dict[Path, str]:
         "docs/configuration.md": {
             "options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes(),
         },
-        "docs/install.md": {"versions": versions(), "pins": pins()},
+        "docs/install.md": {"home": home(), "versions": versions(), "pins": pins()},
         "docs/limits.md": {"exact-families": exact},
         "docs/precisions.md": {"smoothing-families": smoothing},
     }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from jetrl_patch._versions import SUPPORTED, VERSION
+from jetrl_patch._versions import HOME, SUPPORTED, VERSION
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert str(citation["version"]) == VERSION
+    assert str(citation["version"]) == VERSION and citation.get("repository-code", "") == HOME
     assert citation["license"] == "Apache-2.0"
 
 
