@@ -33,7 +33,7 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     correction.apply(bound.arguments.get("args"), config)
     require_same_ranks(config, config.sync_timeout)
     loaded = bound.arguments.get("model")
-    run = RUNS[self] = Run(arguments=bound.arguments)
+    run = RUNS[self] = Run(args=bound.arguments.get("args"), tools=settings.tools_of(bound.arguments))
     before, BUILDING.trainer = BUILDING.trainer, self
     try:
         if config.quantized_rollout and not isinstance(loaded, str):
@@ -85,7 +85,7 @@ def return_log_probs_unrounded(accelerator: Any) -> None:
 
 def convert(model: Any, run: Run, config: Config, reference: bool = False) -> source.Source:
     """Convert a model as loaded, also if ZeRO-3 has partitioned it. Return what weight syncs send. Raises as ``check_loaded``."""
-    settings.check_loaded(model, run.arguments, config)
+    settings.check_loaded(model, run.args, run.tools, config)
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()}
     found = source.convert(
         model, config, shapes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jetrl_patch.adapters.trl import compat, correction
@@ -151,7 +151,7 @@ def _of_model(arguments: Mapping[str, Any], config: Config, kind: str) -> Iterat
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     model: Any = arguments.get("model")
-    args = arguments["args"]
+    args, tools = arguments["args"], tools_of(arguments)
     tp = args.vllm_tensor_parallel_size
     if hasattr(model, "peft_config"):
         required, fix = "a model without adapters", "pass it as it was before, and peft_config"
@@ -159,12 +159,12 @@ def _of_model(arguments: Mapping[str, Any], config: Config, kind: str) -> Iterat
     if is_deepspeed_zero3_enabled():  # transformers builds no model without its weights then: their conversion checks them
         return
     if not isinstance(model, str):
-        yield from raised(lambda: check_model(model.config, arguments, config))
+        yield from raised(lambda: check_model(model.config, args, tools, config))
         yield from model_problems(model.config, config, tp)
         return
     hf_config = yield from checkpoint_problems(model, config, tp, trust_remote_code=args.trust_remote_code)
     if hf_config is not None:
-        yield from raised(lambda: check_model(hf_config, arguments, config))
+        yield from raised(lambda: check_model(hf_config, args, tools, config))
         say_share(model, config, tp)
 
 
@@ -187,7 +187,12 @@ def check_accelerator(accelerator: Any, config: Config, adapted: bool) -> None:
         raise ConfigError(explain("fsdp_config with TRL", required=required, found=", ".join(words), fix=fix))
 
 
-def check_loaded(model: Any, arguments: Mapping[str, Any], config: Config) -> None:
+def tools_of(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of a trainer's arguments by which it has tools."""
+    return [name for name in ("tools", "environment_factory") if arguments.get(name)]
+
+
+def check_loaded(model: Any, args: Any, tools: Sequence[str], config: Config) -> None:
     """Raise the first error about a loaded model."""
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
@@ -196,18 +201,17 @@ def check_loaded(model: Any, arguments: Mapping[str, Any], config: Config) -> No
     if getattr(model, "use_kernels", False):
         required, fix = "the layers of transformers", "load the model without use_kernels"
         raise ConflictError(explain("the trainer's model", required=required, found="kernels from a hub", fix=fix))
-    check_model(model.config, arguments, config)
+    check_model(model.config, args, tools, config)
 
 
-def check_model(hf_config: Any, arguments: Mapping[str, Any], config: Config) -> None:
-    """Raise ModelError for a model that a quantized rollout does not support in TRL, with these arguments of a trainer."""
+def check_model(hf_config: Any, args: Any, tools: Sequence[str], config: Config) -> None:
+    """Raise ModelError for a model that a quantized rollout does not support in TRL, with these settings and tools."""
     if config.exact and (scale := getattr(hf_config, "logits_scaling", 1.0)) != 1.0:
         required, found = "logits that lm_head alone computes", f"logits_scaling={scale}"
         raise ModelError(explain("align='exact' in TRL", required=required, found=found, fix="use align='linear'"))
     if is_vision_language(hf_config):
-        given = {"vllm_mode='server'": arguments["args"].vllm_mode != "colocate"}
-        given |= {name: bool(arguments.get(name)) for name in ("tools", "environment_factory")}
-        if found := ", ".join(name for name, is_there in given.items() if is_there):
+        server = [] if args.vllm_mode == "colocate" else ["vllm_mode='server'"]
+        if found := ", ".join([*server, *tools]):
             what = f"model_type={hf_config.model_type!r} with TRL and a quantized rollout"
             required, fix = f"vllm_mode='colocate' without tools {_UNTESTED}", f"drop the others, or use {UNQUANTIZED}"
             raise ModelError(explain(what, required=required, found=found, fix=fix))

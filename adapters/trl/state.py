@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,8 @@ class Run:
     """One trainer.
 
     Attributes:
-        arguments: those of its constructor, by name.
+        args: its ``GRPOConfig`` or ``RLOOConfig``, which its constructor passes on before anything is built; None without one.
+        tools: the names of the arguments by which it has tools.
         source: what a weight sync sends of the policy; None if the rollout is not quantized.
         server: the vLLM server that gets it, on the rank that talks to it; None with an engine in this process.
         followers: the reference model, which follows the precision guard.
@@ -55,7 +56,8 @@ class Run:
         synced: the figures of the weight syncs since the last log line.
     """
 
-    arguments: Mapping[str, Any]
+    args: Any = None
+    tools: Sequence[str] = ()
     source: Source | None = None
     server: Server | None = None
     followers: list[Source] = field(default_factory=list)
@@ -68,11 +70,6 @@ class Run:
     audit: Audit = field(default_factory=Audit)
     corrected: list[Any] = field(default_factory=list)
     synced: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def args(self) -> Any:
-        """Its ``GRPOConfig`` or ``RLOOConfig``; None without one."""
-        return self.arguments.get("args")
 
 
 @dataclass

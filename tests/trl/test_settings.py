@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from jetrl_patch.adapters.trl import adapter, model, patches, settings
+from jetrl_patch.adapters.trl import adapter, model, patches, settings, state
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.patching import guards
@@ -247,3 +249,19 @@ def test_another_version_of_trl_is_not_patched(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(patches, "check_version", lambda name: (False, "trl 0.9"))
     assert adapter.ADAPTER.patches(Config(**UNIFIED)) == ()
     assert "trl" not in adapter.ADAPTER.requires and guards.check_version("trl")
+
+
+def test_a_trainer_that_nobody_holds_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of a trainer must not hold it, or its model would stay in memory."""
+
+    class Trainer:
+        def __init__(self, model: Any = None, args: Any = None, tools: Any = None) -> None: ...
+
+    monkeypatch.setattr(model.session, "active_config", lambda: Config(precision="bf16"))
+    monkeypatch.setattr(Trainer, "__init__", model.trainer_init(Trainer.__init__))
+    trainer = Trainer()
+    assert trainer in state.RUNS
+    held = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert held() is None

@@ -69,9 +69,9 @@ def test_an_engine_gets_one_placeholder_for_each_image() -> None:
     ],
 )  # fmt: skip
 def test_what_has_not_run_is_refused(mode: str, more: dict[str, Any], found: str) -> None:
-    arguments = {"args": SimpleNamespace(vllm_mode=mode), **more}
+    given = (SimpleNamespace(vllm_mode=mode), settings.tools_of(more), Config(**EXACT))
     if not found:
-        settings.check_model(vision_models.config_of("qwen2_5_vl"), arguments, Config(**EXACT))
+        settings.check_model(vision_models.config_of("qwen2_5_vl"), *given)
         return
     with pytest.raises(ModelError, match=f"vllm_mode='colocate' without tools .*, found {found}"):
-        settings.check_model(vision_models.config_of("qwen2_5_vl"), arguments, Config(**EXACT))
+        settings.check_model(vision_models.config_of("qwen2_5_vl"), *given)
