@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jetrl_patch.adapters.trl import compat, logprob, metrics, model, sync, vision
 from jetrl_patch.adapters.trl.state import TRAINERS
@@ -115,25 +116,23 @@ OF_FUSED_HEAD: tuple[Patch, ...] = (
     ),
 )  # fmt: skip
 
+
+def _of_logits(name: str, make: Callable[[Any], Any]) -> tuple[Patch, ...]:
+    """Both trainers' patches of a function that takes logits."""
+    return tuple(
+        Patch(
+            module, name, make,
+            when=lambda config: config.exact,
+            reason="TRL subtracts the logarithm of a sum from a logit, which rounds otherwise than vLLM's sampler",
+            remove_when="TRL 1.15 is the oldest supported release",
+        )
+        for module in TRAINERS
+    )  # fmt: skip
+
+
 #: of releases whose models compute logits, and of those among them that leave the division by the temperature to a function
-OF_LOGITS: tuple[Patch, ...] = tuple(
-    Patch(
-        module, "selective_log_softmax", model.selective_log_softmax,
-        when=lambda config: config.exact,
-        reason="TRL subtracts the logarithm of a sum from a logit, which rounds otherwise than vLLM's sampler",
-        remove_when="TRL 1.15 is the oldest supported release",
-    )
-    for module in TRAINERS
-)  # fmt: skip
-OF_DIVIDED_LOGITS: tuple[Patch, ...] = tuple(
-    Patch(
-        module, "selective_log_softmax_and_entropy", model.selective_log_softmax_and_entropy,
-        when=lambda config: config.exact,
-        reason="as selective_log_softmax",
-        remove_when="TRL 1.15 is the oldest supported release",
-    )
-    for module in TRAINERS
-)  # fmt: skip
+OF_LOGITS = _of_logits("selective_log_softmax", model.selective_log_softmax)
+OF_DIVIDED_LOGITS = _of_logits("selective_log_softmax_and_entropy", model.selective_log_softmax_and_entropy)
 
 
 def patches(config: Config) -> Sequence[Patch]:
