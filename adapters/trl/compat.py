@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from packaging.version import Version
-
 from jetrl_patch.patching.guards import Difference, installed_version
 
 _FUSED_HEAD = Difference(
@@ -47,4 +45,4 @@ def divides_by_temperature() -> bool:
 
 def _has(difference: Difference) -> bool:
     found = installed_version("trl")
-    return found is None or Version(Version(found).base_version) >= Version(difference.changed_in)
+    return found is None or difference.is_in(found)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from jetrl_patch.errors import ModelError, VersionError, explain
 from jetrl_patch.patching.guards import Difference, installed_version
 
@@ -94,7 +92,7 @@ def routes_error(what: str = "enable_return_routed_experts with a quantized roll
     Does not import vLLM. ``what`` is the user's name for the setting that needs them.
     """
     found = installed_version("vllm")
-    if found is None or Version(_ASKS.changed_in) <= Version(Version(found).base_version) < Version(_RETURNS.changed_in):
+    if found is None or (_ASKS.is_in(found) and _RETURNS.is_in(found)):
         return None
     wanted = f"vllm>={_ASKS.changed_in},<{_RETURNS.changed_in}"
     fix = f"install {wanted}, with which verl runs too, or set measure_routes=False and router_replay='none'"

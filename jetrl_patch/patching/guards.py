@@ -154,3 +154,8 @@ class Difference:
     def framework(self) -> str:
         """The top-level package of the target."""
         return self.target.partition(".")[0]
+
+    def is_in(self, version: str) -> bool:
+        """Whether a release has the name. Its pre-releases count as the release."""
+        found = Version(Version(version).base_version)
+        return (Version(self.changed_in) <= found < Version(self.until or "999")) is self.added
