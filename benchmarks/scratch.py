@@ -16,8 +16,8 @@ import torch
 from examples.words import task
 from examples.words.tokenizer import build_tokenizer
 from examples.words.warm_start import IGNORE, batch, build_model, fit, prompt_ids
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.kernels.formats import ScaleFormat
 from scripts.tables import Row, filled, markdown, processor
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "precisions.md"

@@ -17,6 +17,7 @@ from jetrl_patch.adapters.transformers.fused import add_in_norms, fuse, rotate_t
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
+from jetrl_patch.config.formats import Format
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
 from jetrl_patch.exact import dispatch, latent, modules, ops, tower
 from jetrl_patch.exact.modules import check_family, check_kernels, swap
@@ -26,7 +27,6 @@ from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear
-from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
@@ -170,7 +170,7 @@ def prepare_model(
         _require_registered(ALL_EXPERTS_FUNCTIONS.valid_keys(), EXPERTS, "experts implementation")
         check_device(model.config, device_type)
     if cut:
-        note_cut(cut, rollout_tp, block_of(config.scale_format))
+        note_cut(cut, rollout_tp, config.scales)
     if not config.fp8_train:
         if config.fp32_head:
             widen_head(model, config)
@@ -207,10 +207,10 @@ def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str,
     return kinds
 
 
-def note_cut(layers: list[str], tp: int, block: int) -> None:
+def note_cut(layers: list[str], tp: int, form: Format) -> None:
     """Record the layers that ``on_cut="bf16"`` leaves in BF16, and log new ones."""
     if set(layers) - set(session.run_notes().cut):
-        logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp, block))
+        logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp, form))
     session.register(cut=layers)
 
 

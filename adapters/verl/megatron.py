@@ -157,7 +157,7 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
 
 
 def _scales(config: Config) -> str:
-    return "1" if config.scale_format == "fp32" else "0"
+    return str(int(not config.scales.powers_of_two))
 
 
 def check_scales(config: Config) -> None:

@@ -27,7 +27,6 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE
 from jetrl_patch.fp8.mixture import ExpertSplit
-from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.families import DENSE_BLOCKS, Family, record_of
 from jetrl_patch.models.layers import is_cut, is_quantized
 from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
@@ -226,11 +225,10 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     tp = parallel.tensor_parallel_size
     if tp > 1 and config.on_cut == "refuse":
         # row-parallel layers whose share of K is not a multiple of the block; ``method`` checks the others as it loads
-        block = block_of(config.scale_format)
         split = family.split_layers(model.hf_text_config)
         quantized = {name: k for name, k in split.items() if is_quantized(name, config.exclude)}
-        if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp, block)]:
-            raise cut_error(cut, tp, block)
+        if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp, config.scales)]:
+            raise cut_error(cut, tp, config.scales.block)
 
 
 def _check_rotary(model: Any) -> None:

@@ -17,9 +17,10 @@ from jetrl_patch.backends import choose_backend, get_backend, rowwise
 from jetrl_patch.backends.deep_gemm import pitched
 from jetrl_patch.backends.quantize import Quantized, expand_weight_scale
 from jetrl_patch.backends.row_equality import TRAINED, Layout, require_row_equality
+from jetrl_patch.config.formats import POW2, Format
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.producers import available, fits
-from jetrl_patch.kernels.formats import BLOCK, FP8, MX_BLOCK, groups
+from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.sync.digest import Pieces
 
 if TYPE_CHECKING:
@@ -37,12 +38,10 @@ class BlockScales:
 
     So the parts of a fused layer need not be multiples of 128, which vLLM's own block layout requires.
 
-    Args:
-        height, width: rows and columns of a block.
     """
 
-    def __init__(self, height: int = BLOCK, width: int = BLOCK) -> None:
-        self.height, self.width = height, width
+    def __init__(self, form: Format = POW2) -> None:
+        self.form, self.height, self.width = form, form.height, form.block
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
         """Create the parameter for this rank's weight ``[n, k]``: FP32 ``[n, ceil(k/width)]``."""
@@ -51,7 +50,7 @@ class BlockScales:
 
     def cuts(self, k: int, whole: int) -> bool:
         """Whether a rank's ``k`` of ``whole`` columns cut a block."""
-        return k != whole and bool(k % self.width)
+        return self.form.cuts(k, whole)
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
         """Expand the trainer's block scales ``[ceil(rows/height), G]`` to ``[rows, G]``. Scales per row pass unchanged.
@@ -133,7 +132,7 @@ class LinearFormat(abc.ABC):
     """Storage and GEMM of one linear. Each layer has its own instance."""
 
     dtype: ClassVar[torch.dtype]
-    scales: ClassVar[BlockScales | RowScales]
+    scales: BlockScales | RowScales
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -182,13 +181,13 @@ class LinearFormat(abc.ABC):
 
 
 class BlockFp8(LinearFormat):
-    """e4m3 weights in 128x128 blocks, activations in groups of 128, as in the trainer."""
+    """e4m3 weights and activations with scales per block, as in the trainer."""
 
     dtype = FP8
-    scales = BlockScales()
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.scales = BlockScales(config.scales)
         self._packed: torch.Tensor | None = None
         self._is_packed = False
 
@@ -248,12 +247,6 @@ class BlockFp8(LinearFormat):
         return self.backend(w_NK.device).quantize_weight(w_NK, self.config.scale_format)
 
 
-class MxFp8(BlockFp8):
-    """e4m3 weights and activations in groups of 32 along K, each with a power of two: MXFP8."""
-
-    scales = BlockScales(1, MX_BLOCK)
-
-
 class ChannelFp8(LinearFormat):
     """e4m3 with per-channel weight scales and per-token activation scales: a block GEMM with scales constant along K."""
 
@@ -310,6 +303,4 @@ _CLASSES: dict[str, type[LinearFormat]] = {"fp8-block": BlockFp8, "fp8-channel":
 def format_of(config: Config) -> LinearFormat:
     """Return the format for one layer of a quantized rollout."""
     assert config.format is not None
-    if config.scale_format == "mxfp8":
-        return MxFp8(config)
     return _CLASSES[config.format.name](config)

@@ -20,7 +20,6 @@ from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.kernels.formats import block_of
 
 
 @register_weight_loader_v2_supported_method
@@ -124,7 +123,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _check_split(self, layer: LinearBase) -> None:
         # The whole model is built before the first load, so the list is complete.
         if self.cut:
-            raise cut_error(self.cut, layer.tp_size, block_of(self.format.config.scale_format))
+            raise cut_error(self.cut, layer.tp_size, self.format.config.scales.block)
 
 
 def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:

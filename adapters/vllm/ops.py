@@ -23,11 +23,11 @@ from jetrl_patch.adapters.vllm.formats import logger
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.adapters.vllm.shards import hf_name
 from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.fp8.producers import multiplied, normed
-from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.models.families import Family, family_of
 from jetrl_patch.models.structure import has_latent_attention
 

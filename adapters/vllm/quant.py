@@ -33,7 +33,6 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
 from jetrl_patch.exact.dispatch import configure
-from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.models.layers import experts_quantized, is_cut, is_quantized
 from jetrl_patch.models.structure import has_delta_nets
 from jetrl_patch.patching.journal import Journal
@@ -132,7 +131,7 @@ class JetrlQuantConfig(QuantizationConfig):
             return False
         # RowParallelLinear sets input_size_per_partition before its base class calls get_quant_method
         ranks = layer.input_size // layer.input_size_per_partition
-        found = is_cut(name, layer.input_size, ranks, block_of(self.config.scale_format))
+        found = is_cut(name, layer.input_size, ranks, self.config.scales)
         if found:
             session.register(cut=[name])
         return found

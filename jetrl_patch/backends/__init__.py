@@ -7,8 +7,8 @@ import importlib
 import logging
 
 from jetrl_patch.backends.base import Backend
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.native.machine import Capability
 
 __all__ = ["Backend", "choose_backend", "get_backend"]
@@ -36,19 +36,20 @@ def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow
 
     "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
     Triton kernels on Hopper, and the torch reference everywhere else. The manifest of every weight sync contains the choice, so a
-    run stops if its processes chose differently. With "mxfp8" on a GPU the only kernel is that for Blackwell, "mx".
+    run stops if its processes chose differently. A scale format may have a backend of its own on a GPU.
 
     With ``sm``, the GPU's compute capability, this only checks what can be checked without CUDA, and "auto" stays "auto".
 
     Raises ConfigError if the name is unknown, or the backend or the scale format cannot run here.
     """
-    from jetrl_patch.backends.capability import CHECKS, refuse_mx_on
+    from jetrl_patch.backends.capability import CHECKS, refuse_format_on
     from jetrl_patch.native import build
 
     if name not in ("auto", "native", "torch", *CHECKS):
         raise ConfigError(f"backend={name!r} is unknown. Choose one of auto, native, torch, {', '.join(CHECKS)}.")
-    if scale_format == "mxfp8":
-        refuse_mx_on(device_type, sm)
+    form = FORMATS[scale_format]
+    if form.majors is not None:
+        refuse_format_on(form.name, form.majors, device_type, sm)
     if name == "torch":
         return name
     on_cpu, found = device_type == "cpu", f"device type {device_type!r}"
@@ -57,7 +58,7 @@ def choose_backend(name: str, device_type: str, scale_format: ScaleFormat = "pow
     if not on_cpu and name == "native":
         raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
     if not on_cpu:
-        return "mx" if scale_format == "mxfp8" else _on_gpu(name, sm)
+        return form.gpu_backend or _on_gpu(name, sm)
     ok, reason = build.available()
     if not ok and name == "native":
         raise ConfigError(f"backend={name!r} cannot run here: {reason}")

@@ -8,9 +8,9 @@ Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). 
 | DGrad | dX[M,K] | dY e4m3 [M,N], s [M,N/128]| W e4m3 [N,K], s blocks    | N              |
 | WGrad | dW[N,K] | dY e4m3 [M,N], s [M/128,N]| X e4m3 [M,K], s [M/128,K] | M (tokens)     |
 
-In scale format "mxfp8" every 128 is 32, FProp reads W with scales [N, K/32], and DGrad reads W quantized once more from BF16,
-with scales [N/32, K]. Every operand then has its blocks along the contraction, as the tensor cores of Blackwell require
-(arXiv 2506.08027; TransformerEngine's recipe MXFP8BlockScaling).
+In a scale format without square blocks every 128 is the format's block B. FProp reads W with scales [N, K/B], and DGrad reads W
+quantized once more from BF16, with scales [N/B, K]. Every operand then has its blocks along the contraction, as the tensor cores
+of Blackwell require (arXiv 2506.08027; TransformerEngine's recipe MXFP8BlockScaling).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from jetrl_patch.backends import quantize
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.rowwise import quantize_fp8_rows
-from jetrl_patch.kernels.formats import ScaleFormat
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 
 #: dY as DGrad reads it, layout "rows", and as WGrad reads it, layout "transposed"
 BothLayouts = tuple[Quantized, Quantized]
@@ -58,8 +58,8 @@ class Backend:
         return quantize.quantize_weight(w_NK, scale_format)
 
     def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        """``quantize_weight``, with the W that ``dgrad`` reads: W^T if ``reads_transposed``, ``for_dgrad`` in "mxfp8"."""
-        if scale_format != "mxfp8":
+        """``quantize_weight``, with the W that ``dgrad`` reads: ``for_dgrad``, or of square blocks W^T."""
+        if FORMATS[scale_format].square:
             raise NotImplementedError
         w = self.quantize_weight(w_NK, scale_format)
         w.for_dgrad = self.quantize_tokens(w_NK.to(torch.bfloat16), scale_format)
@@ -103,7 +103,7 @@ class Backend:
 
     def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dX [M, K] from the BF16 output gradient, which this method quantizes in 1x128 groups along N."""
-        assert w.for_dgrad is not None or w.scale_format != "mxfp8"  # see ``quantize_weight_transposed``
+        assert w.for_dgrad is not None or w.form.square  # see ``quantize_weight_transposed``
         dtype = self.exact_dtype(w.scale_format, out_dtype)
         dy = self.quantize_activation(dy_MN, w.scale_format)
         return (self.dequantized(dy, dtype) @ self.dequantized(w.for_dgrad or w, dtype)).to(out_dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ CUDA_OF_CUBLASLT = (12, 9)
 TE_OF_BLOCKWISE = (2, 3)
 #: DeepGEMM as a package of its own, and bundled with CUDA builds of vLLM, in vLLM's search order
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
-#: the major compute capability whose tensor cores take a scale per 32 elements
-MX_MAJOR = 10
 #: the end of a reason that needs no warning
 ABSENT = "is not installed"
 
@@ -101,17 +99,18 @@ CHECKS: dict[str, Callable[..., Check]] = {
 }
 
 
-def refuse_mx_on(device_type: str, sm: Capability | None = None) -> None:
-    """Raise ConfigError for a device without products of MXFP8: a GPU that is not a Blackwell of compute capability 10."""
+def refuse_format_on(name: str, majors: Sequence[int], device_type: str, sm: Capability | None = None) -> None:
+    """Raise ConfigError for a device that cannot multiply this scale format: neither a CPU nor a GPU of ``majors``."""
     if device_type == "cpu":
         return
     ok, reason = check_exact_cuda(sm) if device_type == "cuda" else (False, f"device type {device_type!r}")
-    if ok and (found := sm or torch.cuda.get_device_capability())[0] != MX_MAJOR:
+    if ok and (found := sm or torch.cuda.get_device_capability())[0] not in majors:
         ok, reason = False, f"compute capability {found[0]}.{found[1]}"
     if not ok:
-        required = f"a CPU, or a Blackwell GPU of compute capability {MX_MAJOR}.0 with triton"
+        gpus = (f"a Blackwell GPU of compute capability {major}.0 with triton" for major in majors)
+        required = ", or ".join(("a CPU", *gpus))
         fix = "use scale_format='pow2' on this device"
-        raise ConfigError(explain("scale_format='mxfp8'", required=required, found=reason, fix=fix))
+        raise ConfigError(explain(f"scale_format={name!r}", required=required, found=reason, fix=fix))
 
 
 def find_deep_gemm() -> tuple[Any, str]:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from jetrl_patch.backends.base import Backend
 from jetrl_patch.backends.quantize import Quantized, ScaleLayout
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, block_of
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
+from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.native import ops
 from jetrl_patch.native.build import multiplies_bf16
 
@@ -24,7 +25,7 @@ class NativeBackend(Backend):
         return _quantized(x_MK, "tokens", scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        return _quantized(w_NK.to(torch.bfloat16), "rows" if scale_format == "mxfp8" else "blocks", scale_format)
+        return _quantized(w_NK.to(torch.bfloat16), "blocks" if FORMATS[scale_format].square else "rows", scale_format)
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
         packed = w.packed if splits == 1 else None
@@ -34,11 +35,12 @@ class NativeBackend(Backend):
         return ops.pack(w.q)
 
     def exact_dtype(self, scale_format: ScaleFormat, out_dtype: torch.dtype) -> torch.dtype:
-        """BF16 holds q * s of powers of two (q has 4 significant bits). "fp32" needs FP32, rounded once, as does an FP32 result.
+        """BF16 holds q * s of powers of two (q has 4 significant bits). Others need FP32, rounded once, as does an FP32 result.
 
         On a processor that does not multiply BF16, FP32 is ten times as fast. The sums are FP32 either way.
         """
-        return torch.bfloat16 if out_dtype == torch.bfloat16 and scale_format != "fp32" and multiplies_bf16() else torch.float32
+        exact = FORMATS[scale_format].powers_of_two and out_dtype == torch.bfloat16
+        return torch.bfloat16 if exact and multiplies_bf16() else torch.float32
 
     def dequantized(self, x: Quantized, dtype: torch.dtype) -> Tensor:
         groups = {"rows": (1, x.block), "tokens": (x.block, 1), "blocks": (BLOCK, BLOCK)}
@@ -49,4 +51,5 @@ class NativeBackend(Backend):
 
 
 def _quantized(x: Tensor, layout: ScaleLayout, scale_format: ScaleFormat) -> Quantized:
-    return Quantized(*ops.quantize(x, layout, scale_format != "fp32", block_of(scale_format)), layout, scale_format)
+    form = FORMATS[scale_format]
+    return Quantized(*ops.quantize(x, layout, form.powers_of_two, form.block), layout, scale_format)

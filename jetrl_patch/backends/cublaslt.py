@@ -11,7 +11,8 @@ from torch import Tensor
 from jetrl_patch.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.transformer_engine import quantize_rows
-from jetrl_patch.kernels.formats import FP8, ScaleFormat, check_fprop, split_width
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
+from jetrl_patch.kernels.formats import FP8, check_fprop, split_width
 
 # ---- cuBLASLt's block-scaled GEMM through ``torch.nn.functional.scaled_mm`` (CUDA 12.9 or newer, Hopper)
 # ``scaled_mm(a [M, K] row-major, b [K, N] column-major)`` with FP32 scales, the outer dimension contiguous:
@@ -85,6 +86,6 @@ class TeBackend(CublasLtBackend):
     name = "te"
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
-        if scale_format == "fp32" and x_MK.shape[0]:
+        if not FORMATS[scale_format].powers_of_two and x_MK.shape[0]:
             return quantize_rows(x_MK, scale_format)
         return super().quantize_activation(x_MK, scale_format)

@@ -18,8 +18,9 @@ from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.base import Backend, BothLayouts
 from jetrl_patch.backends.capability import check_cublaslt, check_triton
 from jetrl_patch.backends.quantize import Quantized, ScaleLayout
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import BLOCK, FP8, MX_BLOCK, ScaleFormat, groups, split_width
+from jetrl_patch.kernels.formats import BLOCK, FP8, groups, split_width
 
 # ---- What the GPU backends share: the quantizers, and the operands of DGrad and WGrad ------------
 
@@ -331,7 +332,7 @@ class MxBackend(Backend):
         if splits == 1:
             return fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
         K = x.shape[1]
-        step = split_width(K, splits, MX_BLOCK)
+        step = split_width(K, splits, w.block)
         ranges = ((x.columns(k, k + step), w.columns(k, k + step)) for k in range(0, K, step))
         parts = (fprop(a.q, a.s, b.q, b.s, torch.float32) for a, b in ranges)
         return functools.reduce(torch.add, parts).to(out_dtype)

@@ -11,21 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.kernels.formats import (
-    AMAX_FLOOR,
-    BLOCK,
-    FP8,
-    FP8_MAX,
-    ScaleFormat,
-    block_of,
-    check_fprop,
-    groups,
-    split_width,
-)
+from jetrl_patch.config.formats import FORMATS, Format, ScaleFormat
+from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8, FP8_MAX, check_fprop, groups, split_width
 
 # ---- Quantized: bytes, their scales, and the layout of both -------------------------------------
-# Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). In scale format "mxfp8" every 128 below is 32,
-# and a weight has layout "rows": no scale spans several of its rows.
+# Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). In a scale format without square blocks every
+# 128 below is the format's block, and a weight has layout "rows": no scale spans several of its rows.
 
 #: | layout       | bytes           | FP32 scales          | one scale for              | what it is                          |
 #: | "rows"       | [M, K]          | [M, ceil(K/128)]     | 128 columns of a row       | X of FProp, dY of DGrad             |
@@ -46,7 +37,7 @@ class Quantized:
         layout: which bytes share a scale; see the table above.
         scale_format: how the scales were rounded. A product quantizes its other operand the same way.
         transposed: W^T, e4m3 [K, N], for a DGrad that reads it.
-        for_dgrad: in scale format "mxfp8" the weight quantized once more, in groups along N, layout "tokens".
+        for_dgrad: without square blocks the weight quantized once more, in groups along N, layout "tokens".
         packed: a copy of W laid out for FProp; see ``Backend.pack``.
         s_blocks: a weight's scales per block. In layout "rows" it has them only if every 128 rows share a scale.
         shared: what the layers that read this input share in backward.
@@ -77,9 +68,14 @@ class Quantized:
         return self.q.shape
 
     @property
+    def form(self) -> Format:
+        """Which elements share a scale."""
+        return FORMATS[self.scale_format]
+
+    @property
     def block(self) -> int:
         """How many columns share a scale per row."""
-        return block_of(self.scale_format)
+        return self.form.block
 
     @property
     def s_rows(self) -> Tensor:
@@ -136,7 +132,7 @@ class Regrouped:
 
 # ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
 # For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
-# With scale formats "pow2" and "mxfp8", s is rounded up to a power of two; then q * s is exact in BF16. Rounded up, no value
+# In most scale formats s is rounded up to a power of two; then q * s is exact in BF16. Rounded up, no value
 # saturates. The conversion that the MX specification suggests, 2^(floor(log2(amax)) - 8), clamps values above 448 * s, and
 # pre-training with it diverged (arXiv 2506.08027, which rounds up as this does).
 # A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
@@ -144,11 +140,11 @@ class Regrouped:
 def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """FP32 scales of groups, in the shape of ``amax``.
 
-    "pow2" and "mxfp8" round the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
+    Powers of two come from rounding the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to them.
     """
     scale = amax.float().clamp(min=AMAX_FLOOR)
     scale = scale / scale.new_full((), FP8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
-    if scale_format == "fp32":
+    if not FORMATS[scale_format].powers_of_two:
         return scale
     bits = scale.view(torch.int32)
     rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
@@ -166,7 +162,7 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     Returns:
         Layout "rows": e4m3fn [M, K] and FP32 scales [M, G], for any K.
     """
-    (M, K), block = x_MK.shape, block_of(scale_format)
+    (M, K), block = x_MK.shape, FORMATS[scale_format].block
     G = groups(K, block)
     x = F.pad(x_MK.float(), (0, G * block - K)).view(M, G, block)
     s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
@@ -188,10 +184,10 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize in 128x128 blocks. An FP32 master is rounded to BF16 first, so its bytes are those of the BF16 weight.
 
     Returns:
-        Layout "blocks": e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints). In
-        "mxfp8" layout "rows", with scales [N, ceil(K / 32)].
+        Layout "blocks": e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
+        Without square blocks layout "rows", with scales [N, ceil(K / block)].
     """
-    if scale_format == "mxfp8":
+    if not FORMATS[scale_format].square:
         return quantize_activation(w_NK.to(torch.bfloat16), scale_format)
     N, K = w_NK.shape
     w = w_NK.to(torch.bfloat16).float()

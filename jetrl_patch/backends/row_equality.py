@@ -20,8 +20,9 @@ from torch import Tensor
 
 from jetrl_patch.backends.base import Backend
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat
+from jetrl_patch.kernels.formats import BLOCK, FP8
 
 logger = logging.getLogger(__name__)
 

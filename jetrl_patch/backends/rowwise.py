@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_patch.backends.quantize import Quantized, scale_from_amax, to_fp8
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import AMAX_FLOOR, ScaleFormat
+from jetrl_patch.kernels.formats import AMAX_FLOOR
 
 # ---- FP8 with one scale per output channel and per token, an alternative to 128-blocks -----------
 # For a row x:  s = max(amax, 1e-10) / 448 in FP32 (rounded up to a power of two in scale format "pow2");

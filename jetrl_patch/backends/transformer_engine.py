@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.errors import ModelError, SyncError, explain
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, groups
 from jetrl_patch.models.layers import is_quantized
 
 PACKAGE = "transformer_engine"
@@ -71,13 +72,13 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
         have = {name: getattr(recipe, name, None) for name in wanted}
         have["fp8_format"] = getattr(have["fp8_format"], "name", have["fp8_format"])
         for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            wanted |= {f"{role}.power_2_scale": scale_format == "pow2", f"{role}.amax_epsilon": 0.0}
+            wanted |= {f"{role}.power_2_scale": FORMATS[scale_format].powers_of_two, f"{role}.amax_epsilon": 0.0}
             have |= {key: getattr(getattr(recipe, role), key.split(".")[1]) for key in wanted if key.startswith(role)}
         differs = [f"{name}={have[name]}" for name in wanted if have[name] != wanted[name]]
         found = f"{_RECIPE} with {', '.join(differs)}" if differs else None
     if found is not None:
         required = f"recipe {_RECIPE}, e4m3, 128x128 weight blocks, scale_format={scale_format!r}"
-        variable = f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={int(scale_format == 'fp32')}"
+        variable = f"NVTE_FP8_BLOCK_SCALING_FP32_SCALES={int(not FORMATS[scale_format].powers_of_two)}"
         fix = f"use that recipe, and set {variable} before TransformerEngine is imported"
         raise ModelError(explain(f"TransformerEngine in {where}", required=required, found=found, fix=fix))
 
@@ -156,7 +157,7 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> Quantized:
         raise SyncError(
             f"{layer} holds NaN or Inf, so no weight was synced. Check the loss and gradients of the last optimizer step."
         )
-    if scale_format == "pow2" and bool((s_blocks.view(torch.int32) & 0x7FFFFF).any()):
+    if FORMATS[scale_format].powers_of_two and bool((s_blocks.view(torch.int32) & 0x7FFFFF).any()):
         raise _cannot_take(layer, 'power-of-two scales (scale_format="pow2")', "other scales")
     return Quantized(q.contiguous().view(FP8), s_blocks, "blocks", scale_format)
 
@@ -194,7 +195,7 @@ def _quantizer(scale_format: ScaleFormat, dims: int) -> Any:
         rowwise=True,
         columnwise=False,
         amax_epsilon=0.0,
-        force_pow_2_scales=scale_format == "pow2",
+        force_pow_2_scales=FORMATS[scale_format].powers_of_two,
         block_scaling_dim=dims,
     )
 

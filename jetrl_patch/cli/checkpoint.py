@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.backends.quantize import dequantize_weight, expand_weight_scale, quantize_weight
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.fp8.convert import expert_modules, select_layers, shapes_per_expert, stored_buffers, whole_shape
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
+from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE, MERGED
 from jetrl_patch.models.structure import units
 
@@ -178,9 +179,10 @@ def choose(source: Source, format: Format, scale_format: ScaleFormat, exclude: S
         ModelError: the checkpoint does not hold exactly the tensors of its model, or as ``select_layers``.
         ConfigError: vLLM merges some layers of which only a part would be FP8, or of which one ends inside a block.
     """
-    if format == "fp8" and scale_format == "mxfp8":
+    if format == "fp8" and not FORMATS[scale_format].square:
         required, fix = "scale_format='pow2' or 'fp32', which vLLM and transformers load", "give --scale-format pow2"
-        raise ConfigError(explain("export to FP8", required=required, found="'mxfp8', as in the run's settings", fix=fix))
+        found = f"{scale_format!r}, as in the run's settings"
+        raise ConfigError(explain("export to FP8", required=required, found=found, fix=fix))
     model = _empty_model(source)
     experts = expert_modules(model)
     family = FAMILIES.get(model.config.model_type, LLAMA_LIKE)

@@ -30,8 +30,8 @@ from jetrl_patch.cli.checkpoint import (
     shapes_in,
 )
 from jetrl_patch.config import Config
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ConfigError, ModelError, check_target, explain, reading, writing
-from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.progress import SILENT, Display, Progress
 from jetrl_patch.trainer import record
 

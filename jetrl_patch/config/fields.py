@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jetrl_patch.config.corrections import CORRECTIONS, KINDS, Kind
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Precision
 from jetrl_patch.errors import ConfigError
 
@@ -189,11 +190,10 @@ class Fields:
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
         option="NAME", help="exact or linear",
     )
-    scale_format: Literal["pow2", "fp32", "mxfp8"] = setting(
+    scale_format: ScaleFormat = setting(
         "pow2", "precision",
-        "the scales of FP8: `pow2` rounds them up to powers of two; `fp32` does not round them; `mxfp8` is "
-        "[MXFP8](precisions.md#mxfp8), with a power of two for every 32 elements along the contraction, for dense models in "
-        f"{_UNIFIED} on a CPU or a Blackwell GPU. `mxfp8` has not yet run on a GPU",
+        "the scales of FP8: " + "; ".join(f"`{name}` {form.meaning}" for name, form in FORMATS.items())
+        + f". Only {_UNIFIED} has blocks other than 128x128",
     )
     exclude: tuple[str, ...] = setting(
         (), "precision",

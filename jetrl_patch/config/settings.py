@@ -12,6 +12,7 @@ from typing import Any, cast
 from jetrl_patch.config import environment
 from jetrl_patch.config.corrections import AROUND_ONE, CORRECTIONS, around_one, interval
 from jetrl_patch.config.fields import AUTO_SWITCH, SETTINGS, SWITCH, Fields
+from jetrl_patch.config.formats import FORMATS, Format
 from jetrl_patch.config.modes import MODES, Granularity, Mode, ResolvedAlign, RolloutFormat
 from jetrl_patch.errors import ConfigError, explain, unknown
 
@@ -103,6 +104,11 @@ class Config(Fields):
     def format(self) -> RolloutFormat | None:
         """The format of the rollout's linears; None if they are not quantized."""
         return self.mode.format(self.rollout_granularity)
+
+    @property
+    def scales(self) -> Format:
+        """How scales are shared in the FP8 flow."""
+        return FORMATS[self.scale_format]
 
     @property
     def resolved_align(self) -> ResolvedAlign:
@@ -288,8 +294,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     unified = " or ".join(repr(name) for name, mode in MODES.items() if mode.is_unified)
     precision, align = f"precision={config.precision!r}", f"align={config.resolved_align!r}"
     guard, gather = f"guard_sqnr={config.guard_sqnr!r}", "fp8_all_gather=True"
-    if config.scale_format == "mxfp8":
-        yield from _against_mx(config, precision)
+    if not config.scales.square:
+        yield from _against_scales(config, precision)
     if config.align is not None and not config.mode.is_unified:
         yield f"{align} contradicts {precision}: only {unified} has the same linears on both sides. Drop align or use {unified}."
     if config.fp8_all_gather and not config.fp8_train:
@@ -352,13 +358,13 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield explain(what, required="one 16-bit format", found="two", fix=fix)
 
 
-def _against_mx(config: Config, precision: str) -> Iterator[str]:
-    """A message for each setting that contradicts MXFP8."""
-    what = "scale_format='mxfp8'"
+def _against_scales(config: Config, precision: str) -> Iterator[str]:
+    """A message for each setting that contradicts scales of other blocks than squares of 128."""
+    what = f"scale_format={config.scale_format!r}"
     if not config.fp8_train:
         yield f"{what} contradicts {precision}: only an FP8 trainer has it on both sides. Use scale_format='pow2'."
-    if config.backend not in ("auto", "native", "torch"):
-        yield f"{what} contradicts backend={config.backend!r}, which multiplies blocks of 128. Use backend='auto'."
+    if config.backend not in ("auto", *config.scales.cpu_backends):
+        yield f"{what} contradicts backend={config.backend!r}, which multiplies other blocks. Use backend='auto'."
     if config.fp8_all_gather:
         yield f"{what} contradicts fp8_all_gather=True: DGrad quantizes the BF16 weight along N. Drop one of the two."
 

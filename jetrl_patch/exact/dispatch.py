@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.capability import refuse_exact_on
-from jetrl_patch.kernels.formats import ScaleFormat
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.native import ops
 
 #: op -> the module of its Triton kernel

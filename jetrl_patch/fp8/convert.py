@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from jetrl_patch.backends.transformer_engine import is_te_linear, left_alone
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.fp8.experts import Experts, Matrix
 from jetrl_patch.fp8.gather import Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, PlainProducts
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, block_of
+from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.layers import check_splits, experts_quantized, is_cut, is_quantized, is_row_parallel
 from jetrl_patch.models.structure import PARTS, matrices_of, units
@@ -97,10 +98,9 @@ def split_layers(model: nn.Module, config: Config, rollout_tp: int, rollout_ep: 
     if config.channelwise:
         return names, []  # one scale per row: no split cuts a block
     widths = {name: getattr(modules[name], "in_features", 0) for name in names if name in modules}
-    block = block_of(config.scale_format)
     if config.on_cut == "refuse":
-        check_splits(widths.items(), rollout_tp, block)
-    cut = [name for name, k in widths.items() if is_cut(name, k, rollout_tp, block)]
+        check_splits(widths.items(), rollout_tp, config.scales)
+    cut = [name for name, k in widths.items() if is_cut(name, k, rollout_tp, config.scales)]
     theirs = [name for name in cut if is_te_linear(modules[name])]
     if theirs:
         found, fix = f"TransformerEngine's {theirs[0]}", "use another tensor-parallel size"
@@ -137,7 +137,7 @@ def swap_linears(
     wanted = set(names)
     modules = {name: module for name, module in model.named_modules() if name in wanted}
     widths = ((name, getattr(module, "in_features", 0)) for name, module in modules.items())
-    check_splits(widths, k_splits, block_of(scale_format))
+    check_splits(widths, k_splits, FORMATS[scale_format])
     if left_alone(modules, scale_format, backend):
         return names
     split = ExpertSplit.of(k_splits, rollout_ep)

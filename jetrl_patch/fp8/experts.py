@@ -27,6 +27,7 @@ from torch import Tensor
 
 from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.quantize import Quantized, dequantize_activation
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.exact.elementwise import silu_mul, silu_mul_gradients
 from jetrl_patch.fp8.grouped import Gradients, Saved, Stacks, grouped_backward, run_grouped
@@ -42,7 +43,7 @@ from jetrl_patch.fp8.mixture import (
     groups_of,
     weighted_sums,
 )
-from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.models.structure import PARTS, Part
 
 __all__ = ["PARTS", "ExpertWeights", "Experts", "Matrix", "experts_forward", "run_experts"]

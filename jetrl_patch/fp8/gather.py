@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import FP8, ScaleFormat
+from jetrl_patch.kernels.formats import FP8
 
 _aten = torch.ops.aten
 #: operators whose result is an ``Fp8Shard`` again, as is every view

@@ -12,10 +12,11 @@ from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.gpu import written
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, added
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, groups
 
 # ---- What ``experts`` computes expert by expert, in a fixed number of launches -------------------
 # No count is read back to the host, so the stream never waits and CUDA graphs can hold it. All experts' bytes are in two tensors:

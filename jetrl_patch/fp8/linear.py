@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from jetrl_patch.backends import Backend, get_backend
 from jetrl_patch.backends.base import BothLayouts
 from jetrl_patch.backends.quantize import Quantized, Regrouped
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.kernels.formats import ScaleFormat, block_of, groups
+from jetrl_patch.kernels.formats import groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +106,8 @@ class Fp8State:
 
 
 def _quantize(backend: Backend, w_NK: Tensor, scale_format: ScaleFormat, transposed: bool = False) -> Quantized:
-    """A BF16 weight as FProp and DGrad read it. In "mxfp8" DGrad always needs bytes of its own."""
-    if scale_format == "mxfp8" or (transposed and backend.reads_transposed):
+    """A BF16 weight as FProp and DGrad read it. Without square blocks DGrad always needs bytes of its own."""
+    if not FORMATS[scale_format].square or (transposed and backend.reads_transposed):
         return backend.quantize_weight_transposed(w_NK, scale_format)
     return backend.quantize_weight(w_NK, scale_format)
 
@@ -307,7 +308,7 @@ def _traced_quantize(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Ten
 
 @_traced_quantize.register_fake
 def _(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
-    M, G = x_MK.shape[0], groups(x_MK.shape[1], block_of(cast(ScaleFormat, scale_format)))
+    M, G = x_MK.shape[0], groups(x_MK.shape[1], FORMATS[scale_format].block)
     columns = get_backend(backend).columns
     s_MG = x_MK.new_empty(G, M, dtype=torch.float32).t() if columns else x_MK.new_empty(M, G, dtype=torch.float32)
     return x_MK.new_empty(x_MK.shape, dtype=torch.float8_e4m3fn), s_MG

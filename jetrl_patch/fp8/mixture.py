@@ -14,10 +14,11 @@ from torch import Tensor
 from jetrl_patch.backends import Backend
 from jetrl_patch.backends.capability import check_triton
 from jetrl_patch.backends.quantize import Quantized, ScaleLayout
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.elementwise import silu_mul
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups, split_width
+from jetrl_patch.kernels.formats import BLOCK, groups, split_width
 from jetrl_patch.models.structure import Part
 
 # ---- How a rollout splits the experts of a block over its ranks, and how the ranks' sums are added in exact mode

@@ -10,9 +10,10 @@ from torch import Tensor
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends.gpu import GpuBackend, both_layouts
 from jetrl_patch.backends.quantize import Quantized
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.exact.elementwise import rms_norm_gradients, silu_mul_gradients
 from jetrl_patch.fp8.linear import Fp8State, set_quantized_gradient, set_quantized_input
-from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import FP8, groups
 
 # ---- The rollout: a producer passes bytes and scales to the next FP8 linear instead of a BF16 tensor
 # | operation                     | one launch reads                     | and writes                                  |

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.backends.nvidia.compiler import CUDAOptions
 
+from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.errors import explain
-from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 # ---- Scales, e4m3fn bytes and BF16 rounding on the device, bit-equal to ``backends.quantize`` ---------
@@ -180,10 +181,11 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
 
 def options(scale_format: ScaleFormat) -> dict[str, Any]:
     """The constants and compiler options of all quantizer kernels. Raises ValueError for a format without blocks of 128."""
-    if scale_format not in ("pow2", "fp32"):
+    form = FORMATS.get(scale_format)
+    if form is None or form.block != BLOCK:
         what, fix = "the scale format of a kernel for blocks of 128", "use one of these"
         raise ValueError(explain(what, required="pow2 or fp32", found=repr(scale_format), fix=fix))
-    return {"POW2": scale_format == "pow2", "HARDWARE": not triton.knobs.runtime.interpret, **COMPILER}
+    return {"POW2": form.powers_of_two, "HARDWARE": not triton.knobs.runtime.interpret, **COMPILER}
 
 
 def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, Tensor]:

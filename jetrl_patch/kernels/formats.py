@@ -1,33 +1,23 @@
-"""What every kernel shares: the FP8 format, its blocks, and checks of operands."""
+"""What every kernel shares: the FP8 elements, their blocks, and checks of operands."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jetrl_patch.config.formats import FORMATS
 from jetrl_patch.errors import explain
 
-# ---- The FP8 format, the block sizes and the scale formats ---------------------------------------
+# ---- The FP8 elements and the block of the usual formats ------------------------------------------
 # Source: Jet-RL (arXiv 2601.14243, section 4) for the granularity; DeepSeek-V3 (arXiv 2412.19437, section 3.3) for the blocks and
-# the name ``weight_scale_inv``. "mxfp8" is MXFP8 of the OCP Microscaling Formats (MX) specification v1.0: e4m3 elements, and
-# a power of two for 32 of them along the contraction.
+# the name ``weight_scale_inv``. ``config.formats`` lists the other formats.
 
-BLOCK = 128
-MX_BLOCK = 32
+BLOCK = FORMATS["pow2"].block
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 #: lower bound of an amax. 1e-4, used elsewhere, would flush small gradients to zero. The scale is amax / 448, because its
 #: reciprocal 448 / amax overflows for a tiny amax
 AMAX_FLOOR = 1e-10
-
-ScaleFormat = Literal["pow2", "fp32", "mxfp8"]
-
-
-def block_of(scale_format: ScaleFormat) -> int:
-    """How many elements along the contraction share a scale."""
-    return MX_BLOCK if scale_format == "mxfp8" else BLOCK
 
 
 def groups(size: int, block: int = BLOCK) -> int:

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import explain
 from jetrl_patch.kernels.common import check_input, magnitude, options, quantized, widened
-from jetrl_patch.kernels.formats import ScaleFormat, check_operand, groups, split_width
+from jetrl_patch.kernels.formats import check_operand, groups, split_width
 from jetrl_patch.kernels.gemm_common import FEW as FEW_TILES
 from jetrl_patch.kernels.gemm_common import (
     FEW_ROWS,

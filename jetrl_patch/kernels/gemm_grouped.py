@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.kernels.common import bf16_value, decode, new_tokens, options, store_tokens, widened
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, check_operand, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, check_operand, groups
 from jetrl_patch.kernels.gemm_backward import SIDE, STAGES, WGRAD_WARPS, transposed
 from jetrl_patch.kernels.gemm_common import (
     PINNED,

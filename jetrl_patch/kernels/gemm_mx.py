@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.formats import MX_BLOCK, check_fprop, groups
+from jetrl_patch.config.formats import FORMATS
+from jetrl_patch.kernels.formats import check_fprop, groups
 from jetrl_patch.kernels.gemm_common import PINNED, converted
 
 # ---- FProp: Y [M, N] = round(sum over k of (qX * sX) * (qW * sW)), in FP32 inside the tensor cores, K ascending by DEPTH
@@ -16,6 +17,7 @@ from jetrl_patch.kernels.gemm_common import PINNED, converted
 # A row's bits depend only on that row: there is one tile, the order of K is fixed, and no two programs share a sum. An engine
 # tests this before it serves (``backends.row_equality``).
 
+BLOCK = FORMATS["mxfp8"].block
 ROWS, COLUMNS, DEPTH = 128, 128, 128
 WARPS, STAGES = 8, 3
 
@@ -51,14 +53,14 @@ def exponents(scale: Tensor) -> Tensor:
 
 def fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Y [M, N] in BF16 or FP32 from MXFP8 operands with FP32 scales, each a power of two."""
-    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, block=MX_BLOCK)
+    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, block=BLOCK)
     (M, K), N = q_MK.shape, w_NK.shape[0]
     y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
     if y.numel():
         x, w = (t if t.stride(1) == 1 else t.contiguous() for t in (q_MK, w_NK))
         grid = (-(-M // ROWS), -(-N // COLUMNS))
         fprop_mx_kernel[grid](
-            x, w, exponents(s_MG), exponents(s_NG), y, M, N, K, groups(K, MX_BLOCK), x.stride(0), w.stride(0),
+            x, w, exponents(s_MG), exponents(s_NG), y, M, N, K, groups(K, BLOCK), x.stride(0), w.stride(0),
             ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=WARPS, num_stages=STAGES,
             **PINNED,
         )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.common import (
     bf16_value,
@@ -20,7 +21,7 @@ from jetrl_patch.kernels.common import (
     quantized,
     widened,
 )
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import BLOCK, FP8, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, programs, rounded
 from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 

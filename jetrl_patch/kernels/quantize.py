@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import explain
 from jetrl_patch.kernels.common import (
     bf16_value,
@@ -31,7 +32,7 @@ from jetrl_patch.kernels.common import (
     store_rows,
     store_tokens,
 )
-from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.kernels.gemm_common import ALIGN
 
 #: rows per tile of one group; fewer for up to ``FEW`` tokens, to occupy more SMs

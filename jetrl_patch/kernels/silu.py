@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import explain
 from jetrl_patch.kernels.common import (
     COMPILER,
@@ -21,7 +22,7 @@ from jetrl_patch.kernels.common import (
     store_rows,
     store_tokens,
 )
-from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
+from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 

@@ -15,7 +15,6 @@ from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, PrecisionError, explain
 from jetrl_patch.fp8.linear import Fp8State
-from jetrl_patch.kernels.formats import block_of
 from jetrl_patch.measure.statistics import FIELDS, MOST, Codes, Figures, Observer, Reduce, measure, worst, worst_of
 from jetrl_patch.models.families import MERGED
 from jetrl_patch.models.structure import matrix_expert, matrix_name, matrix_number, units
@@ -264,9 +263,9 @@ class Monitor:
     def see_weight(self, layer: str, w_NK: Tensor, q_NK: Tensor, s_blocks: Tensor) -> None:
         """Record a layer's BF16 weight [N, K] and its quantized form; repeated calls in one sync are ignored."""
         if self.sampled(self.syncs) and layer not in self._weights:
-            mx = self.config.scale_format == "mxfp8"  # its scales are per row already
-            s_NG = s_blocks if mx else expand_weight_scale(s_blocks, q_NK.shape[0])
-            self._weights[layer] = measure(w_NK, q_NK, s_NG, block=block_of(self.config.scale_format))
+            form = self.config.scales
+            s_NG = expand_weight_scale(s_blocks, q_NK.shape[0]) if form.square else s_blocks
+            self._weights[layer] = measure(w_NK, q_NK, s_NG, block=form.block)
             share = self._codes.compare(layer, q_NK, self._most[layer])
             if share is not None:
                 self._shares[layer] = share

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config.formats import FORMATS, POW2
 from jetrl_patch.config.modes import MODES, Precision
 from jetrl_patch.errors import ConfigError, ModelError, explain, reading
 from jetrl_patch.measure.pictures import Picture, check_images
@@ -297,7 +298,7 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
         choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
         for align in choices:
             scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
-            if precision != UNIFIED and common.get("scale_format") == "mxfp8":  # the others have no such blocks
+            if precision != UNIFIED and not FORMATS[common.get("scale_format", POW2.name)].square:  # only there
                 scales["scale_format"] = SETTINGS["scale_format"].default
             # with the same fixes in every row, rows differ only by their modes
             named: dict[str, Any] = {"precision": precision, "align": align, "upstream_fixes": True}

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from jetrl_patch.config.formats import POW2, Format
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import ABSORBED, ROW_PARALLEL, TOWERS
 from jetrl_patch.models.structure import matrices_of
 
@@ -66,29 +66,30 @@ def is_row_parallel(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in ROW_PARALLEL
 
 
-def is_cut(name: str, k: int, tp: int, block: int = BLOCK) -> bool:
+def is_cut(name: str, k: int, tp: int, form: Format = POW2) -> bool:
     """Whether ``tp`` ranks of the rollout cut a block of the layer ``name``, which contracts over ``k``.
 
-    Trainer and rollout both decide by this function. ``block`` is ``formats.block_of`` the run's scale format.
+    Trainer and rollout both decide by this function. ``form`` is the run's ``Config.scales``.
     """
-    return tp > 1 and is_row_parallel(name) and k % (tp * block) != 0
+    return is_row_parallel(name) and (k % tp != 0 or form.cuts(k // tp, k))
 
 
-def cut_words(layers: Sequence[str], tp: int, block: int = BLOCK) -> str:
+def cut_words(layers: Sequence[str], tp: int, form: Format = POW2) -> str:
     """One line about the layers that ``on_cut="bf16"`` leaves in BF16, and why."""
     leaves = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
     return (
-        f"tensor parallel size {tp} cuts a block of {block} in {len(layers)} layers ({leaves}; {layers[0]} to {layers[-1]}), "
-        "which run in BF16 on both sides"
+        f"tensor parallel size {tp} cuts a block of {form.block} in {len(layers)} layers ({leaves}; {layers[0]} to "
+        f"{layers[-1]}), which run in BF16 on both sides"
     )
 
 
-def check_splits(layers: Iterable[tuple[str, int]], tp: int, block: int = BLOCK) -> None:
+def check_splits(layers: Iterable[tuple[str, int]], tp: int, form: Format = POW2) -> None:
     """Raise ModelError for a tensor-parallel size that cuts a block of a row-parallel layer. ``layers`` are (name, K)."""
-    split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp, block)]
+    split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp, form)]
     if split:
         shown = ", ".join(split[:2]) + (f" and {len(split) - 2} more" if len(split) > 2 else "")
         raise ModelError(
-            f"tensor parallel size {tp} cuts a block of {block} in {len(split)} layers: {shown}. Use a size that keeps "
-            f"K / size a multiple of {block}, or leave these layers in BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
+            f"tensor parallel size {tp} cuts a block of {form.block} in {len(split)} layers: {shown}. Use a size that keeps "
+            f"K / size a multiple of {form.block}, or leave these layers in BF16 on both sides with on_cut='bf16' "
+            "(JETRL_ON_CUT=bf16)."
         )

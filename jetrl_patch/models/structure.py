@@ -162,11 +162,11 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     handled, hf_config = bool(record_of(hf_config).mixture), text_config(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
-    in_blocks = config.fp8_rollout and not config.channelwise and config.scale_format != "mxfp8"
+    in_blocks = config.fp8_rollout and not config.channelwise and config.scales.square
     why = "others would stay in BF16, and the weight sync would fail"
     if handled and not in_blocks:
-        scales = "scale_format='mxfp8'" if config.scale_format == "mxfp8" else f"scales per {config.granularity}"
-        why = f"precision={config.precision!r} with {scales} does not quantize experts"
+        named = f"scales per {config.granularity}" if config.scales.square else f"scale_format={config.scale_format!r}"
+        why = f"precision={config.precision!r} with {named} does not quantize experts"
     if not handled or not in_blocks:
         others = f", or with an FP8 rollout in blocks one of {', '.join(mixtures)}"
         yield from (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jetrl_patch import errors
+from jetrl_patch.config.formats import FORMATS, POW2
 from jetrl_patch.config.modes import MODES, RolloutFormat
 from jetrl_patch.errors import AuditError, JetrlError, SyncError, explain
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
@@ -84,11 +85,9 @@ class Terms:
         return self.format is not None and self.format.sent == self.format.dtype
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the scales sent with a weight ``[N, K]``."""
-        n, k = shape
-        if self.scale_format == "mxfp8":
-            return n, -(-k // 32)
-        return (n, 1) if self.granularity == "channel" else (-(-n // 128), -(-k // 128))
+        """Shape of the scales sent with a weight ``[N, K]``. ``audit`` refuses a scale format that this version does not know."""
+        form = FORMATS.get(self.scale_format, POW2)
+        return (shape[0], 1) if self.granularity == "channel" else (-(-shape[0] // form.height), -(-shape[1] // form.block))
 
 
 _TERMS = tuple(field.name for field in fields(Terms))

@@ -11,8 +11,8 @@ import torch
 from jetrl_patch.backends import rowwise
 from jetrl_patch.backends.quantize import Quantized, quantize_weight
 from jetrl_patch.backends.transformer_engine import is_te_tensor, take
+from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError
-from jetrl_patch.kernels.formats import ScaleFormat
 from jetrl_patch.sync.delta import NamedTensor, Sent, SyncStats
 from jetrl_patch.sync.digest import Pending, read, start
 from jetrl_patch.sync.protocol import (

@@ -111,11 +111,10 @@ def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) ->
     """A line with the layers that ``on_cut="bf16"`` keeps in BF16; nothing if there are none or the model is remote."""
     if config.on_cut == "refuse" or rollout_tp == 1:
         return []
-    from jetrl_patch.kernels.formats import block_of
     from jetrl_patch.models.layers import cut_words
 
     _, _, cut = _split(path, config, rollout_tp, rollout_ep) or (None, [], [])
-    return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp, block_of(config.scale_format))}"] if cut else []
+    return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp, config.scales)}"] if cut else []
 
 
 @functools.cache

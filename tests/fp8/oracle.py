@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.backends.quantize import dequantize_activation, dequantize_tokens, dequantize_weight
-from jetrl_patch.kernels.formats import BLOCK, MX_BLOCK
+from jetrl_patch.kernels.formats import BLOCK
 
 
 def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:
@@ -16,8 +16,8 @@ def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:
 
 def dgrad_mx(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_GK: Tensor) -> Tensor:
     """dX [M, K] = dY W of MXFP8 operands, both in groups of 32 along N."""
-    g = dequantize_activation(g_MN, s_MG, torch.float64, MX_BLOCK)
-    return g @ dequantize_tokens(w_NK, s_GK, torch.float64, MX_BLOCK)
+    g = dequantize_activation(g_MN, s_MG, torch.float64, 32)
+    return g @ dequantize_tokens(w_NK, s_GK, torch.float64, 32)
 
 
 def wgrad(g_MN: Tensor, gs: Tensor, x_MK: Tensor, xs: Tensor, block: int = BLOCK) -> Tensor:

@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
-from jetrl_patch.adapters.vllm.formats import BlockScales, MxFp8, RowScales
+from jetrl_patch.adapters.vllm.formats import BlockScales, RowScales
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.backends.quantize import expand_weight_scale
+from jetrl_patch.config.formats import FORMATS
 from jetrl_patch.errors import SyncError
 from jetrl_patch.sync.digest import Pieces, digest
 from jetrl_patch.sync.receive import check_tiling
@@ -43,7 +44,7 @@ def test_rows_of_one_block_must_agree():
 
 def test_scales_of_mxfp8_tile_the_tensor_for_any_split():
     """One scale per row and 32 columns, so that a split at column 224 cuts no block."""
-    scales, pieces, mx = torch.rand(ROWS, COLS // 32), Pieces(), MxFp8.scales
+    scales, pieces, mx = torch.rand(ROWS, COLS // 32), Pieces(), BlockScales(FORMATS["mxfp8"])
     for row0, row1 in itertools.pairwise((0, 1, 100, 640, ROWS)):
         for col0, col1 in ((0, 224), (224, COLS)):
             mx.add_to(pieces, shard(row0, row1, col0, col1), scales[row0:row1, col0 // 32 : col1 // 32])

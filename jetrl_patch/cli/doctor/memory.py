@@ -92,11 +92,9 @@ def _held(model: _Model, layout: Layout, config: Config, ranks: int) -> tuple[fl
 
 def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
     """Weights on one rank of an engine, a token's KV cache, and what is left for the cache of ``gpu`` bytes."""
-    from jetrl_patch.kernels.formats import BLOCK, MX_BLOCK  # here, because it imports torch, which may be missing
-
     tp = layout.tensor_parallel
     small = model.quantized if config.quantized_rollout else 0
-    fp8 = 1 + 4 / (MX_BLOCK if config.scale_format == "mxfp8" else BLOCK**2)  # with an FP32 scale per block
+    fp8 = 1 + 4 / (config.scales.block * config.scales.height)  # with an FP32 scale per block
     weights = (small * fp8 + (model.parameters - small) * 2) / tp
     how = f"1 byte x {_billions(small)} + 2 bytes x {_billions(model.parameters - small)}"
     yield Memory("rollout", "weights", weights, f"({how}) / {tp} ranks" if tp > 1 else how)

@@ -125,7 +125,7 @@ def _measure(jobs: list[Job], verbose: bool, may_lack: bool, progress: Display) 
 
 def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
     """Print the tables and the lines under them. ``job`` holds the settings that all modes share."""
-    from jetrl_patch.kernels.formats import block_of  # imports torch, which ``_jobs`` has required by now
+    from jetrl_patch.config.formats import FORMATS
     from jetrl_patch.models.layers import cut_words
 
     console = Console()
@@ -148,7 +148,7 @@ def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
     for line in lacking:
         console.print(line, markup=False, highlight=False)
     for cut, scales in dict.fromkeys((tuple(r["cut_layers"]), r["scale_format"]) for r in results if r["cut_layers"]):
-        console.print(cut_words(cut, job.tp, block_of(scales)))
+        console.print(cut_words(cut, job.tp, FORMATS[scales]))
 
 
 def _mode(precision: str, align: str) -> str:
