@@ -1,4 +1,4 @@
-"""Train the example's model from scratch in BF16, FP8 in 128-blocks and MXFP8, on the same data, and compare the losses.
+"""Train the example's model from scratch in BF16 and in every format of blocks, on the same data, and compare the losses.
 
 ``python -m benchmarks.scratch --write`` writes the table of ``docs/precisions.md``. One thread; the words task.
 """
@@ -22,7 +22,7 @@ from scripts.tables import Row, filled, markdown, processor
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "precisions.md"
 #: what a row of the table is called -> scale format of its FP8 linear layers
-FORMATS: dict[str, ScaleFormat | None] = {"BF16": None, "FP8, 128-blocks": "pow2", "MXFP8": "mxfp8"}
+FORMATS: dict[str, ScaleFormat | None] = {"BF16": None, "FP8, 128-blocks": "pow2", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 STEPS, BATCH, RATE, SEEDS = 120, 16, 1e-3, (0,)
 #: steps whose training loss is averaged, and batches of questions that were not trained on
 LAST, HELD_OUT = 30, 8

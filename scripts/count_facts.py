@@ -1,4 +1,4 @@
-"""Count the product files that name each model family, precision and correction, and list them.
+"""Count the product files that name each model family, precision, correction and scale format, and list them.
 
 Run: ``python scripts/count_facts.py``. The exit status is 1 if a fact is named in more files than its limit. Only the file that
 records a fact, and files that exist for that fact alone, should name it; all other code queries the record.
@@ -11,7 +11,8 @@ or in its path:
 - ``int8`` and ``fp16``: as part of any identifier or word, including ``float16`` but not ``uint8`` and ``bfloat16``;
 - ``fp8-unified`` and ``fp8-rollout``: the literal only, since other precisions use FP8 too;
 - ``bf16``: as a precision only (``precision="bf16"``), since every mode has BF16 tensors;
-- a correction: its name as a word in any case, with ``-`` or ``_``. One mapping per framework is exempt.
+- a correction: its name as a word in any case, with ``-`` or ``_``. One mapping per framework is exempt;
+- a scale format without square blocks: its name in any case.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jetrl_patch.config.corrections import CORRECTIONS
+from jetrl_patch.config.formats import FORMATS
 from jetrl_patch.config.modes import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 #: maximum number of files that may name one
-LIMITS = {"family": 2, "precision": 12, "correction": 3}
+LIMITS = {"family": 2, "precision": 12, "correction": 3, "format": 5}
 #: mappings to the frameworks' own corrections, which are exempt
 MAPPINGS = ("adapters/verl/correction.py", "adapters/openrlhf/correction.py")
 
@@ -95,6 +97,7 @@ def counted() -> dict[str, dict[str, list[str]]]:
         "family": {name: named_in(pattern, files) for name, pattern in family_patterns(families()).items()},
         "precision": {name: named_in(pattern, files) for name, pattern in precision_patterns().items()},
         "correction": {name: named_in(pattern, others) for name, pattern in correction_patterns().items()},
+        "format": {name: named_in(re.compile(name, re.IGNORECASE), files) for name, form in FORMATS.items() if not form.square},
     }
 
 

@@ -19,7 +19,6 @@ from jetrl_patch.adapters.vllm.compat import (
     sequence_parallel,
 )
 from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
-from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.capability import refuse_exact_on
@@ -28,7 +27,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelErr
 from jetrl_patch.exact.kv_cache import VLLM_DTYPE
 from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.models.families import DENSE_BLOCKS, Family, record_of
-from jetrl_patch.models.layers import is_cut, is_quantized
+from jetrl_patch.models.layers import cut_error, is_cut, is_quantized
 from jetrl_patch.models.structure import check_device, check_structure, expert_sizes, has_latent_attention
 from jetrl_patch.trainer.foreign import calling_package, unknown_trainer
 
@@ -228,7 +227,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         split = family.split_layers(model.hf_text_config)
         quantized = {name: k for name, k in split.items() if is_quantized(name, config.exclude)}
         if cut := [name for name, k in quantized.items() if k % tp == 0 and is_cut(name, k, tp, config.scales)]:
-            raise cut_error(cut, tp, config.scales.block)
+            raise cut_error(cut, tp, config.scales)
 
 
 def _check_rotary(model: Any) -> None:

@@ -19,7 +19,8 @@ from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError, SyncError
+from jetrl_patch.errors import SyncError
+from jetrl_patch.models.layers import cut_error
 
 
 @register_weight_loader_v2_supported_method
@@ -28,7 +29,7 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     Args:
         packed: layers that vLLM merges -> their parts in a checkpoint.
-        cut: collects the linears whose tensor-parallel split cuts a block. The first load raises an error that names them all.
+        cut: collects the linears whose tensor-parallel split cuts a block. The first load raises an error about all of them.
     """
 
     def __init__(self, config: Config, prefix: str, packed: Mapping[str, list[str]], cut: list[str]) -> None:
@@ -123,7 +124,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _check_split(self, layer: LinearBase) -> None:
         # The whole model is built before the first load, so the list is complete.
         if self.cut:
-            raise cut_error(self.cut, layer.tp_size, self.format.config.scales.block)
+            raise cut_error(self.cut, layer.tp_size, self.format.config.scales)
 
 
 def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:
@@ -140,15 +141,6 @@ def finite_bf16(name: str, loaded: torch.Tensor) -> torch.Tensor:
             f"{name}.weight holds NaN or Inf and cannot be quantized. Check the checkpoint or the last optimizer step."
         )
     return bf16
-
-
-def cut_error(layers: list[str], tp: int, block: int) -> ModelError:
-    """Return the error for row-parallel layers whose share of K is not a multiple of the block."""
-    return ModelError(
-        f"tensor_parallel_size={tp} cuts {block}-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's share of "
-        f"the contraction dimension must be a multiple of {block}. Use a smaller tensor_parallel_size, or leave these layers in "
-        f"BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
-    )
 
 
 def quantized_modules(model: torch.nn.Module) -> list[tuple[LinearBase, QuantizedLinearMethod]]:

@@ -62,7 +62,7 @@ class Backend:
         if FORMATS[scale_format].square:
             raise NotImplementedError
         w = self.quantize_weight(w_NK, scale_format)
-        w.for_dgrad = self.quantize_tokens(w_NK.to(torch.bfloat16), scale_format)
+        w.for_dgrad = self.quantize_tokens(w_NK.to(torch.bfloat16), w.form.gradients or scale_format)
         return w
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
@@ -104,14 +104,16 @@ class Backend:
     def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dX [M, K] from the BF16 output gradient, which this method quantizes in 1x128 groups along N."""
         assert w.for_dgrad is not None or w.form.square  # see ``quantize_weight_transposed``
-        dtype = self.exact_dtype(w.scale_format, out_dtype)
-        dy = self.quantize_activation(dy_MN, w.scale_format)
-        return (self.dequantized(dy, dtype) @ self.dequantized(w.for_dgrad or w, dtype)).to(out_dtype)
+        read = w.for_dgrad or w
+        dtype = self.exact_dtype(read.scale_format, out_dtype)
+        dy = self.quantize_activation(dy_MN, read.scale_format)
+        return (self.dequantized(dy, dtype) @ self.dequantized(read, dtype)).to(out_dtype)
 
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K]. Requantizes the saved activation from 1x128 to 128x1 groups and quantizes dY in 128x1 groups."""
-        dtype, x_MK = self.exact_dtype(x.scale_format, out_dtype), self.dequantized(x, torch.bfloat16)
-        dy, again = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
+        form, x_MK = x.form.gradients or x.scale_format, self.dequantized(x, torch.bfloat16)
+        dtype = self.exact_dtype(form, out_dtype)
+        dy, again = (self.quantize_tokens(t, form) for t in (dy_MN, x_MK))
         return (self.dequantized(dy, dtype).t() @ self.dequantized(again, dtype)).to(out_dtype)
 
     def gradients(

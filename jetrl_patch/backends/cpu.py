@@ -19,12 +19,16 @@ class NativeBackend(Backend):
     name = "native"
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        if FORMATS[scale_format].two_levels:
+            return super().quantize_activation(x_MK, scale_format)
         return _quantized(x_MK, "rows", scale_format)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         return _quantized(x_MK, "tokens", scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        if FORMATS[scale_format].two_levels:
+            return super().quantize_weight(w_NK, scale_format)
         return _quantized(w_NK.to(torch.bfloat16), "blocks" if FORMATS[scale_format].square else "rows", scale_format)
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:

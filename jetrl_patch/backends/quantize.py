@@ -131,29 +131,60 @@ class Regrouped:
 
 
 # ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
-# For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
+# For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn. For e2m1 elements
+# 448 is 6.
 # In most scale formats s is rounded up to a power of two; then q * s is exact in BF16. Rounded up, no value
 # saturates. The conversion that the MX specification suggests, 2^(floor(log2(amax)) - 8), clamps values above 448 * s, and
 # pre-training with it diverged (arXiv 2506.08027, which rounds up as this does).
 # A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
+
+#: the largest e2m1 value
+FP4_MAX = 6.0
+#: type of the elements -> its largest value
+LARGEST = {"e4m3": FP8_MAX, "e2m1": FP4_MAX}
+
 
 def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """FP32 scales of groups, in the shape of ``amax``.
 
     Powers of two come from rounding the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to them.
     """
-    scale = amax.float().clamp(min=AMAX_FLOOR)
-    scale = scale / scale.new_full((), FP8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
-    if not FORMATS[scale_format].powers_of_two:
-        return scale
+    form, scale = FORMATS[scale_format], amax.float().clamp(min=AMAX_FLOOR)
+    scale = scale / scale.new_full((), LARGEST[form.elements])  # CUDA multiplies by the rounded reciprocal of a number
+    return power_of_two(scale) if form.powers_of_two else scale
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """FP32 values rounded up to powers of two. NaN and Inf stay."""
     bits = scale.view(torch.int32)
     rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(torch.isfinite(scale), rounded, scale)
 
 
+def two_levels(scale_MG: Tensor, one: bool) -> tuple[Tensor, Tensor]:
+    """Split FP32 scales into e4m3 ones [M, G] and a power of two for each row, [M, 1], or for all of them (``one``), [1, 1].
+
+    The greatest e4m3 scale is between 224 and 448. None is 0, by which nothing could be divided.
+    """
+    most = scale_MG.amax((0, 1), keepdim=True) if one else scale_MG.amax(1, keepdim=True)
+    outer = power_of_two(most / most.new_full((), FP8_MAX))
+    return to_fp8((scale_MG / outer).clamp(min=2.0**-9)), outer
+
+
 def to_fp8(scaled: Tensor) -> Tensor:
     """Round to e4m3, ties to even, saturating; NaN stays NaN."""
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN, so always clamp
+
+
+def to_fp4(scaled: Tensor) -> Tensor:
+    """Round to e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6), ties to even, saturating, as e4m3 bytes; NaN stays NaN."""
+    value = scaled.clamp(-FP4_MAX, FP4_MAX)
+    step = torch.where(value.abs() < 2, 0.5, torch.where(value.abs() < 4, 1.0, 2.0))
+    return torch.copysign((value / step).round() * step, value).to(FP8)
+
+
+#: type of the elements -> the rounding to it
+ROUNDING = {"e4m3": to_fp8, "e2m1": to_fp4}
 
 
 def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
@@ -162,11 +193,19 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     Returns:
         Layout "rows": e4m3fn [M, K] and FP32 scales [M, G], for any K.
     """
-    (M, K), block = x_MK.shape, FORMATS[scale_format].block
-    G = groups(K, block)
+    return _in_rows(x_MK, scale_format, one=False)
+
+
+def _in_rows(x_MK: Tensor, scale_format: ScaleFormat, one: bool) -> Quantized:
+    """``one``: the outer one of two levels of scales is that of the whole matrix, not of a row."""
+    (M, K), form = x_MK.shape, FORMATS[scale_format]
+    block, G = form.block, groups(K, form.block)
     x = F.pad(x_MK.float(), (0, G * block - K)).view(M, G, block)
     s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
-    q_MK = to_fp8(x / s_MG.unsqueeze(-1)).view(M, G * block)[:, :K].contiguous()
+    if form.two_levels:
+        inner, outer = two_levels(s_MG, one)
+        s_MG = inner.float() * outer
+    q_MK = ROUNDING[form.elements](x / s_MG.unsqueeze(-1)).view(M, G * block)[:, :K].contiguous()
     return Quantized(q_MK, s_MG, "rows", scale_format)
 
 
@@ -188,7 +227,7 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
         Without square blocks layout "rows", with scales [N, ceil(K / block)].
     """
     if not FORMATS[scale_format].square:
-        return quantize_activation(w_NK.to(torch.bfloat16), scale_format)
+        return _in_rows(w_NK.to(torch.bfloat16), scale_format, one=True)
     N, K = w_NK.shape
     w = w_NK.to(torch.bfloat16).float()
     w = F.pad(w, (0, groups(K) * BLOCK - K, 0, groups(N) * BLOCK - N)).view(groups(N), BLOCK, groups(K), BLOCK)

@@ -203,9 +203,9 @@ class Fields:
     )
     on_cut: Literal["refuse", "bf16"] = setting(
         "refuse", "precision",
-        "what to do with layers in which the rollout's tensor parallelism cuts a block of 128, or of 32 in MXFP8: `refuse` stops "
-        "the run and lists them; `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no "
-        "blocks to cut",
+        "what to do with layers in which the rollout's tensor parallelism cuts a block of 128, or one of another "
+        "`scale_format`: `refuse` stops the run and lists them; `bf16` keeps them in BF16 on both sides and logs their names. "
+        "Per-channel scales have no blocks to cut",
     )
     backend: Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"] = setting(
         "auto", "exactness",

@@ -32,6 +32,11 @@ def split_width(K: int, splits: int, block: int = BLOCK) -> int:
     return K // splits
 
 
+def exponents(scale: Tensor) -> Tensor:
+    """FP32 powers of two as E8M0, uint8 of the same shape. NaN and Inf become its NaN."""
+    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
 # ---- Checks of operands: a kernel computes addresses from sizes, so a wrong size would read other memory
 
 def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int]) -> None:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.config.formats import FORMATS
-from jetrl_patch.kernels.formats import check_fprop, groups
+from jetrl_patch.kernels.formats import check_fprop, exponents, groups
 from jetrl_patch.kernels.gemm_common import PINNED, converted
 
 # ---- FProp: Y [M, N] = round(sum over k of (qX * sX) * (qW * sW)), in FP32 inside the tensor cores, K ascending by DEPTH
@@ -44,11 +44,6 @@ def fprop_mx_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot_scaled(x_tile, x_scale, "e4m3", w_tile.T, w_scale, "e4m3", acc)
     at = y + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(at, converted(acc, y), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-def exponents(scale: Tensor) -> Tensor:
-    """FP32 powers of two as E8M0, uint8 of the same shape. NaN and Inf become its NaN."""
-    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -265,7 +265,7 @@ class Monitor:
         if self.sampled(self.syncs) and layer not in self._weights:
             form = self.config.scales
             s_NG = expand_weight_scale(s_blocks, q_NK.shape[0]) if form.square else s_blocks
-            self._weights[layer] = measure(w_NK, q_NK, s_NG, block=form.block)
+            self._weights[layer] = measure(w_NK, q_NK, s_NG, form=form)
             share = self._codes.compare(layer, q_NK, self._most[layer])
             if share is not None:
                 self._shares[layer] = share

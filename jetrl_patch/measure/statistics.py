@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.backends.quantize import LARGEST
+from jetrl_patch.config.formats import POW2, Format
 from jetrl_patch.fp8.convert import expert_modules, experts_of, whole_shape
 from jetrl_patch.fp8.experts import Experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8_MAX
+from jetrl_patch.kernels.formats import AMAX_FLOOR, FP8_MAX
 from jetrl_patch.models.structure import PARTS
 
 # ---- Share of a weight's FP8 codes that an optimizer step leaves unchanged -----------------------
@@ -60,7 +62,7 @@ Reduce = Callable[[Sequence[float]], float]
 #: dB of a tensor that FP8 represents exactly; infinity would break a chart's axis
 MOST_DB = 200.0
 _CHUNK = 1 << 20  # values per pass, which bounds the extra memory (four times as many on a GPU)
-_BEYOND = FP8_MAX * (1 + 2.0**-10)  # amax / 448 is rounded, so the largest value may exceed 448 scales by an ulp
+_BEYOND = 1 + 2.0**-10  # amax / 448 is rounded, so the largest value may exceed 448 scales by an ulp
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,13 @@ FIELDS = ("amax", "saturated", "underflow", "sqnr", "slice_sqnr", "scale_min", "
 _PICK: tuple[Reduce, ...] = (max, max, max, min, min, min, max, max)
 
 
-def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True, block: int = BLOCK) -> Tensor:
+def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True, form: Format = POW2) -> Tensor:
     """The fields of ``Figures`` as FP64 [8] on the tensor's device, without a GPU synchronization.
 
     Args:
         x_MK: the quantizer's input, BF16 [M, K].
         q_MK: e4m3 [M, K].
-        s_MG: FP32 scales of 1 x ``block`` groups [M, ceil(K/block)]; a weight's block scales repeated for every row.
+        s_MG: FP32 scales of 1 x ``form.block`` groups [M, ceil(K/block)]; a weight's block scales repeated for every row.
         slices: whether to compute ``slice_sqnr``.
     """
     M, K = x_MK.shape
@@ -129,7 +131,7 @@ def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True, block
     rows = torch.zeros(2, M, dtype=torch.float64, device=x_MK.device)  # error, signal
     columns = torch.zeros(2, K, dtype=torch.float64, device=x_MK.device)
     for part in _chunks(x_MK):
-        found = _Chunk.of(x_MK[part], q_MK[part], s_MG[part], block)
+        found = _Chunk.of(x_MK[part], q_MK[part], s_MG[part], form)
         if found.amax_m.numel():
             amax = torch.maximum(amax, found.amax_m.amax())
         sums += found.counts_3m.sum(1)
@@ -221,14 +223,14 @@ class _Chunk(NamedTuple):
     squares_2mk: Tensor
 
     @classmethod
-    def of(cls, x_mK: Tensor, q_mK: Tensor, s_mG: Tensor, block: int = BLOCK) -> _Chunk:
+    def of(cls, x_mK: Tensor, q_mK: Tensor, s_mG: Tensor, form: Format = POW2) -> _Chunk:
         x, q = x_mK.double(), q_mK.double()
-        s = s_mG.double().repeat_interleave(block, 1)[:, : x.shape[1]]
+        s = s_mG.double().repeat_interleave(form.block, 1)[:, : x.shape[1]]
         y = q * s
         finite = torch.isfinite(x)
         ok = finite & torch.isfinite(y)
         amax = x.abs().where(finite, 0.0).amax(1)
-        counts = torch.stack([ok & (x.abs() > s * _BEYOND), ok & (x != 0) & (q == 0), ~finite])
+        counts = torch.stack([ok & (x.abs() > s * LARGEST[form.elements] * _BEYOND), ok & (x != 0) & (q == 0), ~finite])
         x, y = torch.where(ok, x, 0.0), torch.where(ok, y, 0.0)
         return cls(amax, counts.sum(2).double(), torch.stack([(x - y).square(), x.square()]))
 
@@ -368,7 +370,7 @@ def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
         x_MK = x_MK[_some(x_MK.shape[0], x.device)]
     x_MK = x_MK.to(torch.bfloat16).contiguous()
     x = state.backend.quantize_activation(x_MK, state.scale_format)
-    return measure(x_MK, x.q, x.s, slices, x.block)
+    return measure(x_MK, x.q, x.s, slices, x.form)
 
 
 def _each(

@@ -78,8 +78,8 @@ def cut_words(layers: Sequence[str], tp: int, form: Format = POW2) -> str:
     """One line about the layers that ``on_cut="bf16"`` leaves in BF16, and why."""
     leaves = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
     return (
-        f"tensor parallel size {tp} cuts a block of {form.block} in {len(layers)} layers ({leaves}; {layers[0]} to "
-        f"{layers[-1]}), which run in BF16 on both sides"
+        f"tensor parallel size {tp} cuts {form.unit} in {len(layers)} layers ({leaves}; {layers[0]} to {layers[-1]}), "
+        "which run in BF16 on both sides"
     )
 
 
@@ -87,9 +87,13 @@ def check_splits(layers: Iterable[tuple[str, int]], tp: int, form: Format = POW2
     """Raise ModelError for a tensor-parallel size that cuts a block of a row-parallel layer. ``layers`` are (name, K)."""
     split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp, form)]
     if split:
-        shown = ", ".join(split[:2]) + (f" and {len(split) - 2} more" if len(split) > 2 else "")
-        raise ModelError(
-            f"tensor parallel size {tp} cuts a block of {form.block} in {len(split)} layers: {shown}. Use a size that keeps "
-            f"K / size a multiple of {form.block}, or leave these layers in BF16 on both sides with on_cut='bf16' "
-            "(JETRL_ON_CUT=bf16)."
-        )
+        raise cut_error(split, tp, form)
+
+
+def cut_error(layers: Sequence[str], tp: int, form: Format = POW2) -> ModelError:
+    """The error for row-parallel layers of which ``tp`` ranks would cut a block."""
+    shown = ", ".join(layers[:2]) + (f" and {len(layers) - 2} more" if len(layers) > 2 else "")
+    return ModelError(
+        f"tensor parallel size {tp} cuts {form.unit} in {len(layers)} layers: {shown}. {form.uncut}, or leave these layers in "
+        "BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
+    )

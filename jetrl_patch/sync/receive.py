@@ -14,6 +14,7 @@ import torch
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
 from jetrl_patch.sync.delta import Received
 from jetrl_patch.sync.digest import Pending, Rect, add, as_2d, read, start
+from jetrl_patch.sync.packing import packing_of
 from jetrl_patch.sync.protocol import (
     COMMIT,
     MANIFEST,
@@ -116,12 +117,14 @@ class _Sync:
         required: the tensors that must be in memory byte for byte: quantized weights, their scales and guarded weights.
             Empty if BF16 was sent and is quantized here: there are no bytes of the trainer to compare with.
         plain: the rest of ``expected``, except weights quantized here. An engine may hold these in another form.
+        unpack: name -> what makes a tensor of this shape from what was sent.
     """
 
     manifest: Manifest
     expected: dict[str, tuple[tuple[int, ...], str]] = field(init=False)
     required: list[str] = field(init=False, default_factory=list)
     plain: dict[str, tuple[tuple[int, ...], str]] = field(init=False)
+    unpack: dict[str, Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]] = field(init=False, default_factory=dict)
     arrived: dict[str, Pending] = field(default_factory=dict)
     digests: dict[str, int] = field(default_factory=dict)  # those of ``arrived``, read at the commit
     nbytes: int = 0
@@ -131,9 +134,16 @@ class _Sync:
         manifest = self.manifest
         self.expected, weights = manifest.expected(), weights_of(manifest.layers)
         if manifest.terms.quantized:
-            self.required = [*weights, *(name + SCALE_SUFFIX for name in weights), *weights_of(manifest.guarded)]
+            scales, packing = [name + SCALE_SUFFIX for name in weights], packing_of(manifest.terms.scale_format)
+            self.required = [*weights, *scales, *weights_of(manifest.guarded)]
+            self.unpack = dict.fromkeys(weights, packing.unpacked_elements) | dict.fromkeys(scales, packing.unpacked_scales)
         others = {*self.required, *weights}
         self.plain = {name: announced for name, announced in self.expected.items() if name not in others}
+
+    def unpacked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as the engine holds it. Raises SyncError if it is malformed."""
+        unpack = self.unpack.get(name)
+        return tensor if unpack is None else unpack(tensor, self.expected[name][0])
 
 
 class Receiver:
@@ -259,7 +269,9 @@ class Receiver:
                 self._commit(decode_json(tensor, COMMIT))
             else:
                 self._sync.nbytes += tensor.nbytes
-                if self.base is not None:
+                if self.base is None:
+                    tensor = self._sync.unpacked(name, tensor)
+                else:
                     name, tensor = self.base.whole(name, tensor)
                 self._check_arrival(self._sync, name, tensor)
                 batch.append((name, tensor))

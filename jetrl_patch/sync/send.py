@@ -15,6 +15,7 @@ from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError
 from jetrl_patch.sync.delta import NamedTensor, Sent, SyncStats
 from jetrl_patch.sync.digest import Pending, read, start
+from jetrl_patch.sync.packing import packing_of
 from jetrl_patch.sync.protocol import (
     ALIGNMENT,
     COMMIT,
@@ -73,8 +74,11 @@ class _Outgoing:
         self._started: dict[str, Pending] = {}
         self._bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> NamedTensor:
-        """Start a tensor's digest, and return what to send for it. Raises SyncError as ``read`` does, now or at a later call."""
+    def add(self, name: str, tensor: torch.Tensor, packed: Callable[[torch.Tensor], torch.Tensor] | None = None) -> NamedTensor:
+        """Start a tensor's digest, and return what to send for it. Raises SyncError as ``read`` does, now or at a later call.
+
+        ``packed`` makes what is sent, unless only changes are.
+        """
         tensor = tensor.contiguous()
         self._stats.tensors += 1
         self.names.add(name)
@@ -82,7 +86,10 @@ class _Outgoing:
         self._bytes += tensor.nbytes
         if isinstance(started, tuple) or self._bytes > _READ_EVERY:  # a tuple has been read: the tensor is on the CPU
             self.read()
-        sent = (name, tensor) if self._base is None else self._base.pack(name, tensor, self._stats)
+        if self._base is not None:
+            sent = self._base.pack(name, tensor, self._stats)
+        else:
+            sent = name, tensor if packed is None else packed(tensor)
         self._stats.total += sent[1].nbytes
         return sent
 
@@ -144,7 +151,7 @@ def quantized_stream(
         base="" if base is None else base.begin(),
     )
     yield MANIFEST, manifest.encode()
-    outgoing = _Outgoing(stats, base)
+    outgoing, packing = _Outgoing(stats, base), packing_of(terms.scale_format)
     for name, weight in weights if transform is None else transform(weights):
         _check_announced(name, weight, announced, outgoing.names)
         theirs = type(weight) not in _PLAIN and is_te_tensor(weight)
@@ -156,7 +163,7 @@ def quantized_stream(
                 q, scales = quantize(layer, weight.detach().to(torch.bfloat16))
             del weight
             # both before q is yielded, because the digest of the scales reports NaN and Inf
-            sent = [outgoing.add(name, q), outgoing.add(name + SCALE_SUFFIX, scales)]
+            sent = [outgoing.add(name, q, packing.elements), outgoing.add(name + SCALE_SUFFIX, scales, packing.scales)]
         elif theirs:
             raise SyncError(
                 f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout. Keep this layer in BF16 in the "

@@ -15,6 +15,7 @@ SQNR_UNQUANTIZED = {
     ("fprop", "mxfp8"): 27.0,
     ("dgrad", "mxfp8"): 27.0,
     ("wgrad", "mxfp8"): 25.0,
+    ("fprop", "nvfp4"): 16.0,
 }
 #: minimum SQNR in dB of a mixture's experts (three quantized products) and of its gradients against FP64, from unquantized
 #: operands; the gradient of a routing weight is one number a token, so that errors average less

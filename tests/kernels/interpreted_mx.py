@@ -13,7 +13,7 @@ import triton
 from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.kernels.gemm_mx import exponents
+from jetrl_patch.kernels.formats import exponents
 
 from ..fp8 import oracle
 from ..fp8.test_gemm import operands

@@ -30,7 +30,8 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 class Engine:
     """One tensor-parallel rank: q_proj split by rows, down_proj by columns; keeps per-row scales."""
 
-    def __init__(self, rank: int = 0, size: int = 1, layers: tuple[str, ...] = LAYERS) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, layers: tuple[str, ...] = LAYERS, height: int = 128) -> None:
+        self.height = height  # rows that share a scale
         self.rank, self.size, self.layers = rank, size, layers
         self.tensors: dict[str, torch.Tensor] = {}
         self.poisoned = 0
@@ -55,7 +56,8 @@ class Engine:
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             if name.endswith("_scale_inv"):
-                tensor = expand_weight_scale(tensor, SHAPES[name.removesuffix("_scale_inv")][0])
+                rows = SHAPES[name.removesuffix("_scale_inv")][0]
+                tensor = tensor if self.height == 1 else expand_weight_scale(tensor, rows)
             self.tensors[name] = self._mine(name, tensor).clone()
             if name == self.break_bytes:
                 self.tensors[name].view(torch.uint8).view(-1)[0] ^= 1
@@ -70,8 +72,8 @@ class Engine:
             name = layer + ".weight"
             if name in self.tensors:
                 rects.append(self._rect(name, self.tensors[name], 1))
-                scales = self.tensors[name + "_scale_inv"][::128]
-                rects.append(self._rect(name + "_scale_inv", scales, 128))
+                scales = self.tensors[name + "_scale_inv"][:: self.height]
+                rects.append(self._rect(name + "_scale_inv", scales, self.height))
         names = [layer + ".weight" for layer in self.guarded]
         return rects + [self._rect(name, self.tensors[name], 1) for name in names if name in self.tensors]
 

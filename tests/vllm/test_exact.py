@@ -80,12 +80,15 @@ def assert_equal_in_its_format(job: Job, make: Callable[..., Any], most: float) 
     assert 1e-3 < found.logp_abs_diff_mean < most
 
 
+@pytest.mark.parametrize(("scale_format", "most"), [("mxfp8", 0.2), ("nvfp4", 1.0)])
 @pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3"])
-def test_mxfp8(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+def test_other_blocks(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, scale_format: str, most: float
+) -> None:
     """The values differ from those of 128-blocks."""
-    jetrl_patch.enable(precision="fp8-unified", scale_format="mxfp8")
+    jetrl_patch.enable(precision="fp8-unified", scale_format=scale_format)
     job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
-    assert_equal_in_its_format(job, engine, most=0.2)
+    assert_equal_in_its_format(job, engine, most)
 
 
 @pytest.mark.pins

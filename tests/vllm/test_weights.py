@@ -73,6 +73,7 @@ def worker_of(llm: Any) -> Any:
         ("llama-odd", ("layers.1.mlp", "self_attn.o_proj"), "fp32"),
         ("smollm3", (), "pow2"),
         ("llama-odd", (), "mxfp8"),
+        ("qwen2-odd", (), "nvfp4"),
     ],
 )
 def test_bytes_in_the_engine_are_the_trainers(
