@@ -1,21 +1,16 @@
-"""Fused kernels that make the trainer faster on a GPU: norms, activations, residuals and the rotary embedding."""
+"""Fused kernels that make the trainer faster on a GPU: norms, activations and the rotary embedding."""
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.exact import elementwise, ops
-from jetrl_patch.exact.elementwise import passed
+from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import ExactMLP, ExactNorm, swap
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
@@ -23,10 +18,10 @@ from jetrl_patch.models.families import covering
 
 # ---- Copies of transformers' functions, with other globals. Transformers itself is not changed ----
 
-def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | None = None) -> FunctionType:
-    """Copy a function and a snapshot of its globals, with ``names`` replaced or added. ``code`` runs instead of its own."""
+def copied(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """Copy a function and a snapshot of its globals, with ``names`` replaced or added."""
     found = {**function.__globals__, **names}
-    copy = FunctionType(code or function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__, copy.__annotations__, copy.__doc__ = function.__kwdefaults__, function.__annotations__, function.__doc__
     return copy
 
@@ -42,14 +37,10 @@ class FusedNorm:
     weight: Tensor
     variance_epsilon: float
     jetrl_fp8: Fp8State
-    #: whether the block gets its residual from this norm (``add_in_norms``)
-    jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Any:
-        made = producers.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.jetrl_fp8)
-        if made is None:
-            return super().forward(hidden_states)  # type: ignore[misc]
-        return elementwise.passing(*made) if self.jetrl_passes else made[0]
+        y = producers.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.jetrl_fp8)
+        return super().forward(hidden_states) if y is None else y  # type: ignore[misc]
 
 
 class FusedMLP:
@@ -118,95 +109,11 @@ def _has_both_gradients(layer: nn.Module, state: Fp8State) -> bool:
     """Whether a layer's backward reads its output gradient in both layouts, quantized in the format of ``state``."""
     if not isinstance(layer, Fp8Linear) or not layer.weight.requires_grad:
         return False
-    return (layer.fp8.backend_name, layer.fp8.scale_format) == (state.backend_name, state.scale_format)
+    return layer.fp8.format == state.format
 
 
 def _is_silu(activation: object) -> bool:
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-
-
-# ---- Residual gradients added in the norm's backward kernel: one launch and 4 bytes per element less
-# A block uses its input twice: as residual, and in a norm. Autograd adds the two gradients in a separate kernel. Here a block
-# gets a copy of its ``forward`` in which the norm passes its input on, and receives both gradients:
-#
-#     residual = x;  x = self.norm(x)      becomes      x, residual = passed(self.norm, x)
-#
-# Values and gradients keep their bits. There is no table of families: a block qualifies if its source has these two statements in
-# a row. The class keeps its name, because FSDP and the frameworks find blocks by name.
-
-_PASSED = "jetrl_passed"
-
-
-class _Block(NamedTuple):
-    """A class with a copied forward, and the names of its norms."""
-
-    kind: type
-    norms: tuple[str, ...]
-
-
-def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Make norms add the gradients of their blocks' residuals, in place. Returns the names of the changed blocks."""
-    if not producers.available(backend, device_type):
-        return []
-    kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
-    blocks = {name: (model.get_submodule(name), block) for name, kind in kinds.items() if (block := _block(kind)) is not None}
-    served = set()
-    for module, block in blocks.values():
-        for norm in map(module._modules.get, block.norms):
-            if isinstance(norm, FusedNorm | ExactNorm):
-                norm.jetrl_passes = True
-                served.add(block.kind)
-    found = {name: pair for name, pair in blocks.items() if pair[1].kind in served}
-    for module, block in found.values():  # all blocks of a kind: FSDP assumes that they have the class of the first
-        module.__class__ = block.kind
-    return list(found)
-
-
-@functools.cache
-def _block(kind: type) -> _Block | None:
-    """The replacement for a class of modules; None for no replacement."""
-    forward: Any = kind.__dict__.get("forward")
-    # a wrapper's source is not the code that runs, and a closure cannot be copied
-    plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
-    return _rewritten(kind, forward) if plain and _PASSED not in forward.__globals__ else None
-
-
-def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):  # no source
-        return None
-    (definition,) = tree.body
-    if any(isinstance(node, ast.AugAssign) for node in ast.walk(tree)):  # autograd forbids it on a tensor that a norm passes on
-        return None
-    norms = tuple(_rewrite(definition.body)) if isinstance(definition, ast.FunctionDef) else ()
-    if not norms:
-        return None
-    ast.increment_lineno(ast.fix_missing_locations(tree), forward.__code__.co_firstlineno - 1)  # for tracebacks
-    compiled = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
-    code = next(c for c in compiled.co_consts if isinstance(c, CodeType) and c.co_name == forward.__name__)
-    copy = copied(forward, {_PASSED: passed}, code)
-    names = {"forward": copy, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return _Block(type(kind.__name__, (kind,), names), norms)
-
-
-def _rewrite(body: list[ast.stmt]) -> Iterator[str]:
-    """Replace these pairs of statements in a function. Yields the names of the norms."""
-    for at, pair in reversed(list(enumerate(pairwise(body)))):
-        match pair:
-            case (
-                ast.Assign(targets=[ast.Name(id=kept)], value=ast.Name(id=x)),
-                ast.Assign(
-                    targets=[ast.Name(id=y)],
-                    value=ast.Call(ast.Attribute(ast.Name(id="self"), norm), args=[ast.Name(id=read)], keywords=[]),
-                ),
-            ) if x == y == read != kept:
-                (replaced,) = ast.parse(f"{x}, {kept} = {_PASSED}(self.{norm}, {x})").body
-                for node in ast.walk(replaced):
-                    if hasattr(node, "lineno"):
-                        ast.copy_location(node, pair[1])
-                body[at : at + 2] = [replaced]
-                yield norm
 
 
 # ---- Queries and keys rotated in one launch ------------------------------------------------------

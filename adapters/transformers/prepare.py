@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from jetrl_patch import session
 from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention
 from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm, pass_positions
-from jetrl_patch.adapters.transformers.fused import add_in_norms, fuse, rotate_together
+from jetrl_patch.adapters.transformers.fused import fuse, rotate_together
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
@@ -187,7 +187,6 @@ def prepare_model(
         _make_exact(model, kinds, rollout_tp)
         drop_nothing(model)
     fuse(model, backend, device_type)
-    add_in_norms(model, backend, device_type)
     rotate_together(model, backend, device_type)
     return names
 

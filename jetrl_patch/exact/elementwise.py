@@ -12,31 +12,12 @@ from torch.autograd.function import once_differentiable
 from jetrl_patch.backends.gpu import written
 from jetrl_patch.exact.dispatch import implementation, kernel_for, kernels_serve
 
-# ---- A norm passes its input on to the block's residual: an attribute of its result, so hooks and wrappers still see a tensor
-
-_NAME = "jetrl_passed"
-
-
-def passing(y: Tensor, x: Tensor) -> Tensor:
-    """Attach the input ``x`` that a norm passes on to its result ``y``. Returns ``y``."""
-    setattr(y, _NAME, x)
-    return y
-
-
-def passed(norm: Any, x: Tensor) -> tuple[Any, Tensor]:
-    """The result of a norm, and x as the norm passes it on. Plain x if it passes nothing on, or a wrapper lost it."""
-    y = norm(x)
-    if torch.compiler.is_compiling():
-        return y, x
-    return y, getattr(y, "__dict__", {}).pop(_NAME, x)
-
-
 # ---- RMSNorm in the rounding order of Hugging Face models: y = bf16(w * bf16(x / rms(x))) --------
 # Some families multiply by 1 + weight, and round once: y = bf16((1 + w) * (x / rms(x))).
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, passes: bool, one_plus: bool = False) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         w_K = weight.detach().to(torch.bfloat16)
         if (rms_norm_kernel := kernel_for("rms_norm", x)) is not None:
@@ -50,18 +31,14 @@ class _RMSNorm(torch.autograd.Function):
             w_K = 1 + w_K.float()
         ctx.save_for_backward(x_MK, w_K, rstd)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
-        ctx.set_materialize_grads(False)
-        return (y.view(x.shape), x) if passes else y.view(x.shape)
+        return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        kernel = implementation(next(g for g in grad_outputs if g is not None)) == "triton"
-        return *rms_norm_gradients(ctx, kernel, *grad_outputs), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *rms_norm_gradients(ctx, implementation(grad_outputs[0]) == "triton", grad_outputs[0]), None, None
 
 
-def rms_norm_gradients(
-    ctx: Any, kernel: bool, dy: Tensor | None, other: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
+def rms_norm_gradients(ctx: Any, kernel: bool, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and of the weight, computed in FP32.
 
     Args:
@@ -69,10 +46,7 @@ def rms_norm_gradients(
             [M].
         kernel: use the Triton kernel, not torch's operations.
         dy: the gradient of the result.
-        other: BF16, the gradient of the x that the norm passed on. It is added to the gradient of x, as autograd would.
     """
-    if dy is None:
-        return other, None
     x_MK, w_K, rstd = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
     dy_MK = dy.reshape(x_MK.shape)
@@ -80,8 +54,7 @@ def rms_norm_gradients(
     if kernel:
         from jetrl_patch.kernels.norm import rms_norm_backward
 
-        more = None if other is None else other.reshape(x_MK.shape)
-        dx, dw = rms_norm_backward(x_MK, w_K, rstd, dy_MK, written(ctx.x_dtype), wants_w, more)
+        dx, dw = rms_norm_backward(x_MK, w_K, rstd, dy_MK, written(ctx.x_dtype), wants_w)
     else:
         g, hat = dy_MK.float(), x_MK.float() * rstd.unsqueeze(-1)
         if wants_x:
@@ -90,8 +63,6 @@ def rms_norm_gradients(
         if wants_w:
             dw = (g * hat).sum(0)
     dx = dx.to(ctx.x_dtype).view(dy.shape) if dx is not None and wants_x else None
-    if not kernel and dx is not None and other is not None:
-        dx = dx + other
     return dx, None if dw is None else dw.to(ctx.w_dtype)
 
 
@@ -100,21 +71,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 
     ``one_plus``: whether it multiplies by 1 + weight.
     """
-    result: Tensor = _RMSNorm.apply(x, weight, eps, False, one_plus)
+    result: Tensor = _RMSNorm.apply(x, weight, eps, one_plus)
     return result
-
-
-def rms_norm_passing(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm, and x for the residual. The norm's kernel adds the residual's gradient to the gradient of x.
-
-    Returns:
-        The result of ``rms_norm``, and x. If x is BF16 and needs a gradient, the second is an output of the norm, so its gradient
-        comes back to the norm.
-    """
-    if x.dtype != torch.bfloat16 or not (x.requires_grad and torch.is_grad_enabled()):
-        return rms_norm(x, weight, eps), x
-    y, passed = _RMSNorm.apply(x, weight, eps, True)
-    return y, passed
 
 
 # ---- SiLU(gate) * up with the rounding of Hugging Face models: bf16(bf16(silu(gate)) * up) -------

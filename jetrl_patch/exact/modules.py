@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.exact import delta_net, elementwise, latent, ops
+from jetrl_patch.exact import delta_net, latent, ops
 from jetrl_patch.exact.elementwise import rope_parameters
 from jetrl_patch.models.families import Family, covering, uncovered
 from jetrl_patch.models.structure import has_delta_nets, text_config
@@ -24,13 +24,9 @@ class ExactNorm:
 
     weight: Tensor
     variance_epsilon: float
-    #: whether the block takes its residual from this norm
-    jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not self.jetrl_passes or torch.compiler.is_compiling():
-            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        return elementwise.passing(*ops.rms_norm_passing(hidden_states, self.weight, self.variance_epsilon))
+        return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 class ExactMergedMLP:

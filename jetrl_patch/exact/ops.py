@@ -6,7 +6,6 @@ from jetrl_patch.exact.attention import attention_paged, attention_varlen
 from jetrl_patch.exact.elementwise import (
     apply_rotary,
     rms_norm,
-    rms_norm_passing,
     rope_frequencies,
     rope_magnitude,
     rotary_table,
@@ -18,6 +17,6 @@ from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [
     "Sigmoid", "apply_rotary", "attention_paged", "attention_varlen", "head_linear_fp32", "linear", "partial_sum", "rms_norm",
-    "rms_norm_passing", "rope_frequencies", "rope_magnitude", "rotary_table", "rotate_pair", "route", "silu_mul",
+    "rope_frequencies", "rope_magnitude", "rotary_table", "rotate_pair", "route", "silu_mul",
     "token_log_probs",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.fp8.experts import Experts, Matrix
 from jetrl_patch.fp8.gather import Fp8Shard
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, LastInput, keep_gathered_out_of_graphs
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, PlainProducts
 from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import FAMILIES
@@ -145,9 +145,11 @@ def swap_linears(
     for name, module in expert_modules(model).items():
         count, plain = whole_shape(module.gate_up_proj)[0], None if name in in_fp8 else PlainProducts(exact)
         setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split if exact else WHOLE, plain))
+    inputs: dict[str, LastInput] = {}
     for name, module in modules.items():
         module.__class__ = Fp8Linear
-        module.fp8 = Fp8State(scale_format, backend, k_splits if exact and is_row_parallel(name) else 1)
+        splits = k_splits if exact and is_row_parallel(name) else 1
+        module.fp8 = Fp8State(scale_format, backend, splits, inputs.setdefault(name.rpartition(".")[0], LastInput()))
     return names
 
 

@@ -8,7 +8,6 @@ the layer's forward and gathers it for the backward. FP8 bytes kept in between w
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from jetrl_patch.backends.quantize import Quantized, Regrouped
 from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.kernels.formats import groups
+from jetrl_patch.patching.attached import Attached
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,46 @@ def backward_pass() -> int | None:
     return None if number == -1 else number
 
 
+@dataclass(eq=False)
+class LastInput:
+    """The last quantized input of the layers of one module: q, k and v (or gate and up) read the same tensor.
+
+    It is quantized and saved once. An operation before them may have quantized it already (``keep``). Copies are empty.
+    """
+
+    _source: weakref.ref[Tensor] | None = None
+    _key: tuple[Any, ...] = ()
+    _value: Quantized | None = None
+
+    def __reduce__(self) -> tuple[type[LastInput], tuple[()]]:
+        return LastInput, ()
+
+    def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> Quantized:
+        """The bytes of ``x`` [..., K], which is also given as BF16 [M, K]."""
+        held = self._source is not None and self._source() is x and self._key == self._key_of(x, state)
+        if held and self._value is not None:
+            return self._value
+        value = state.backend.quantize_activation(x_MK, state.scale_format)
+        self.keep(x, value, state)
+        return value
+
+    def keep(self, x: Tensor, value: Quantized, state: Fp8State) -> None:
+        """Hold ``value`` for ``x`` until ``x`` changes or is freed, or another tensor is quantized.
+
+        It must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
+        """
+        value.shared = Regrouped()
+        if not x.is_inference():  # inference tensors have no version to compare
+            self._source, self._key, self._value = weakref.ref(x, self._forget), self._key_of(x, state), value
+
+    def _key_of(self, x: Tensor, state: Fp8State) -> tuple[Any, ...]:
+        return x._version, *state.format
+
+    def _forget(self, reference: weakref.ref[Tensor]) -> None:
+        if self._source is reference:
+            self._source = self._value = None
+
+
 @dataclass
 class Fp8State:
     """A layer's quantization settings and its last quantized weight. Not part of the state dict."""
@@ -50,6 +90,8 @@ class Fp8State:
     backend_name: str
     #: ranges of K whose FP32 sums a tensor-parallel rollout adds in order. Above 1 only in exact mode, for row-parallel layers
     splits: int = 1
+    #: shared by the layers of a module that may read the same tensor
+    inputs: LastInput = field(default_factory=LastInput, repr=False, compare=False)
     _cached: tuple[int, Quantized] | None = field(default=None, repr=False)
     #: the promise that the layer's own weight does not change (``unchanged``)
     promise: Promise | None = field(default=None, repr=False)
@@ -61,6 +103,11 @@ class Fp8State:
     def backend(self) -> Backend:
         """The run's backend, which the other side of the run uses too."""
         return get_backend(self.backend_name)
+
+    @property
+    def format(self) -> tuple[str, str]:
+        """What the bytes of its operands depend on."""
+        return self.backend_name, self.scale_format
 
     def promised(self, promise: Promise | None) -> None:
         """Start to rely on a promise, or stop with None. Drops the kept weight."""
@@ -118,67 +165,32 @@ def _differ(a: Quantized, b: Quantized) -> Tensor:
     return bytes_differ | (a.s.view(torch.int32) != b.s.view(torch.int32)).any()
 
 
-class _LastActivation(threading.local):
-    """The last quantized input: q, k and v (or gate and up) read the same tensor, so it is quantized and saved once.
-
-    A model calls these layers one after the other. Only the identity of the tensor connects the calls.
-    """
-
-    source: weakref.ref[Tensor] | None = None
-    key: tuple[Any, ...] = ()
-    value: Quantized | None = None
-
-    def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> Quantized:
-        if self.value is not None and self.source is not None and self.source() is x and self.key == self._key(x, state):
-            return self.value
-        value = state.backend.quantize_activation(x_MK, state.scale_format)
-        self.keep(x, value, state)
-        return value
-
-    def keep(self, x: Tensor, value: Quantized, state: Fp8State) -> None:
-        """Cache ``value`` for ``x`` until ``x`` changes or is freed, or another tensor is quantized."""
-        value.shared = Regrouped()
-        if not x.is_inference():  # inference tensors have no version to compare
-            self.source, self.key, self.value = weakref.ref(x, self._forget), self._key(x, state), value
-
-    def _key(self, x: Tensor, state: Fp8State) -> tuple[Any, ...]:
-        return x._version, state.backend_name, state.scale_format
-
-    def _forget(self, reference: weakref.ref[Tensor]) -> None:
-        if self.source is reference:
-            self.source = self.value = None
+_BYTES: Attached[tuple[BothLayouts, int, tuple[str, str]]] = Attached(
+    "jetrl_bytes", "autograd calls the backward of a layer with the gradient alone"
+)
 
 
-_last_activation = _LastActivation()
+def set_quantized_gradient(grad: Tensor, both: BothLayouts, state: Fp8State) -> None:
+    """Let bytes of a BF16 gradient [..., N] travel with it, to an ``Fp8Linear`` whose output it is the gradient of.
 
-
-def set_quantized_input(x: Tensor, quantized: Quantized, state: Fp8State) -> None:
-    """Let the layers that read ``x`` [..., K] next use bytes that already exist.
-
-    They must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
-    """
-    _last_activation.keep(x, quantized, state)
-
-
-def set_quantized_gradient(node: Any, grad: Tensor, both: BothLayouts, state: Fp8State) -> None:
-    """Let the next layer's backward use bytes of its output gradient dY [..., N] that already exist.
-
-    The BF16 gradient still goes through autograd, where hooks, a bias and a monitor see it. The bytes are valid for this tensor
-    in this version only. If a gradient is changed, copied or added to another one on its way, the layer quantizes it.
+    A gradient that is changed, copied or added to another one on its way has none, and the layer quantizes it.
 
     Args:
-        node: the node that autograd runs next. The bytes are used only if it is an ``Fp8Linear`` with the settings of ``state``.
+        state: settings with which the bytes were made.
     """
-    if isinstance(node, _Fp8Matmul._backward_cls):
-        theirs: Fp8State = node.state
-        if (theirs.backend_name, theirs.scale_format) == (state.backend_name, state.scale_format):
-            node.quantized_gradient = weakref.ref(grad), grad._version, both
+    _BYTES.set(grad, (both, grad._version, state.format))
+
+
+def quantized_gradient(grad: Tensor, state: Fp8State) -> BothLayouts | None:
+    """The bytes that a gradient brings, if they are those of its values and a layer of ``state`` can read them."""
+    both, *made = _BYTES.get(grad) or (None, None)
+    return both if made == [grad._version, state.format] else None
 
 
 def fprop(x: Tensor, w: Quantized, bias: Tensor | None, state: Fp8State) -> tuple[Tensor, Quantized]:
     """Y BF16 [..., N] of x [..., K] and a weight [N, K], and the quantized x."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    quantized = _last_activation.quantize(x, x_MK, state)
+    quantized = state.inputs.quantize(x, x_MK, state)
     state.backend.compile_ahead(x_MK.shape[0], w, state.splits)
     y_MN = state.backend.gemm(quantized, w, torch.bfloat16, state.splits)
     if bias is not None:
@@ -194,7 +206,7 @@ class _Fp8Matmul(torch.autograd.Function):
         ctx.save_for_backward(*quantized, weight)
         # Not the ``Quantized`` itself, which would keep the input's bytes that checkpointing drops.
         ctx.shared = quantized.shared.add_reader(state) if quantized.shared and ctx.needs_input_grad[1] else None
-        ctx.state, ctx.made_in, ctx.quantized_gradient = state, backward_pass(), None
+        ctx.state, ctx.made_in = state, backward_pass()
         # Keep the parameter that has main_grad. Activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
@@ -205,8 +217,7 @@ class _Fp8Matmul(torch.autograd.Function):
         q_MK, s_MG, weight = ctx.saved_tensors
         state: Fp8State = ctx.state
         grad = grad_outputs[0]
-        given, ctx.quantized_gradient = ctx.quantized_gradient, None
-        both = given[2] if given is not None and given[0]() is grad and given[1] == grad._version else None
+        both = quantized_gradient(grad, state)
         dy_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         main = None if ctx.parameter is None else ctx.parameter.main_grad

@@ -12,7 +12,7 @@ from jetrl_patch.backends.gpu import GpuBackend, both_layouts
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.config.formats import ScaleFormat
 from jetrl_patch.exact.elementwise import rms_norm_gradients, silu_mul_gradients
-from jetrl_patch.fp8.linear import Fp8State, set_quantized_gradient, set_quantized_input
+from jetrl_patch.fp8.linear import Fp8State, set_quantized_gradient
 from jetrl_patch.kernels.formats import FP8, groups
 
 # ---- The rollout: a producer passes bytes and scales to the next FP8 linear instead of a BF16 tensor
@@ -93,7 +93,7 @@ def _(both_MF: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]
 # ---- The trainer: RMSNorm and SiLU * up also write the bytes that the next FP8 layers read -------
 # | operation                 | one kernel reads          | and writes                                          | bytes          |
 # | RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
-# | its gradient              | x, dy, the residual's     | dx BF16 [M, K], the residual's gradient added       |                |
+# | its gradient              | x, dy                     | dx BF16 [M, K]                                      |                |
 # | SiLU(gate) * up           | gate, up BF16 [M, K]      | y BF16 [M, K], q e4m3, s [M, G]                     | (q, s)         |
 # | its gradient, if gate and | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
 # | up come from FP8 layers   |                           | of ``quantize_both``                                | of each        |
@@ -131,11 +131,11 @@ class _NormedRows(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.set_materialize_grads(False)  # no zeros for the gradients of bytes and scales
         ctx.mark_non_differentiable(made.q_MK, made.s_MG)
-        return made.y_MK.view(x.shape), x, made.q_MK, made.s_MG
+        return made.y_MK.view(x.shape), made.q_MK, made.s_MG
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *rms_norm_gradients(ctx, True, *grad_outputs[:2]), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *rms_norm_gradients(ctx, True, grad_outputs[0]), None, None, None
 
 
 class _MultipliedRows(torch.autograd.Function):
@@ -158,28 +158,24 @@ class _MultipliedRows(torch.autograd.Function):
 
         state, form, gradients = ctx.state, ctx.state.scale_format, []
         rows = _rows(gate), _rows(up), _rows(grad_outputs[0])
-        made = silu_mul_backward_both(*rows, form, state.backend.columns)
-        for (node, _), (grad_MK, both) in zip(ctx.next_functions, made, strict=False):  # gate and up come first
+        for grad_MK, both in silu_mul_backward_both(*rows, form, state.backend.columns):
             gradients.append(grad := grad_MK.view(gate.shape))
-            set_quantized_gradient(node, grad, both_layouts(both, form), state)
+            set_quantized_gradient(grad, both_layouts(both, form), state)
         return *gradients, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Tensor, Tensor] | None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:
     """RMSNorm of x [..., K] in BF16, which also quantizes rows for the next layers. None if the kernel cannot take the inputs.
 
     Args:
         state: quantization settings of the layers that read the result.
-
-    Returns:
-        The result, and x for the residual, as ``exact.elementwise.rms_norm_passing`` returns it.
     """
     kernels = _kernels(state, x, weight)
     if kernels is None or x.shape[-1] > kernels.WIDEST:
         return None
-    y, passed, q, s = _NormedRows.apply(x, weight, eps, state, kernels)
-    set_quantized_input(y, Quantized(q, s, "rows", state.scale_format), state)
-    return y, passed if x.requires_grad else x
+    y, q, s = _NormedRows.apply(x, weight, eps, state, kernels)
+    state.inputs.keep(y, Quantized(q, s, "rows", state.scale_format), state)
+    return cast(Tensor, y)
 
 
 def silu_mul(gate: Tensor, up: Tensor, state: Fp8State, quantize_gradients: bool = False) -> Tensor | None:
@@ -193,5 +189,5 @@ def silu_mul(gate: Tensor, up: Tensor, state: Fp8State, quantize_gradients: bool
     if kernels is None:
         return None
     y, q, s = _MultipliedRows.apply(gate, up, state, kernels, quantize_gradients)
-    set_quantized_input(y, Quantized(q, s, "rows", state.scale_format), state)
+    state.inputs.keep(y, Quantized(q, s, "rows", state.scale_format), state)
     return y

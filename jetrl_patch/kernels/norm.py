@@ -200,7 +200,7 @@ def norm_quantize_rows(
 
 
 # ---- The gradients of RMSNorm in one pass over its rows ---------------------------------------------
-# Reading x and dy and writing dx moves 6 bytes per element; 8 with the gradient of the residual, which is added to dx.
+# Reading x and dy and writing dx moves 6 bytes per element.
 #
 #     h = x * rstd      dx = rstd * (w * dy - h * mean(w * dy * h))      dw = sum over rows of dy * h
 #
@@ -238,10 +238,10 @@ def shape_for(K: int) -> Shape:
 
 @triton.jit(do_not_specialize=["M", "programs"])  # one binary for every batch
 def rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
-    x, w, rstd, dy, other, dx, dw, M, K, x_m, dy_m, other_m, programs,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr, HARDWARE: tl.constexpr,
+    x, w, rstd, dy, dx, dw, M, K, x_m, dy_m, programs,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """dx is contiguous. With WEIGHT, a program stores its sums in its row of ``dw`` [programs, K]. With ADD, dx is BF16."""
+    """dx is contiguous. With WEIGHT, a program stores its sums in its row of ``dw`` [programs, K]."""
     k = tl.arange(0, WIDTH)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), programs):
@@ -255,8 +255,6 @@ def rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
         weighted = g * weight[None, :]
         mean = tl.sum(weighted * hat, 1)[:, None] / tl.cast(K, tl.float32)
         found = (weighted - hat * mean) * root
-        if ADD:  # rounded before it and after, as autograd adds two gradients
-            found = bf16_value(found, HARDWARE) + load_tile(other, m, k, M, K, other_m, HARDWARE)
         at = dx + m.to(tl.int64)[:, None] * K + k[None, :]
         tl.store(at, converted(found, dx), mask=(m < M)[:, None] & (k < K)[None, :])
     if WEIGHT:
@@ -264,9 +262,8 @@ def rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_backward(
-    x_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, dy_MK: Tensor, dtype: torch.dtype, wants_weight: bool,
-    other_MK: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, dy_MK: Tensor, dtype: torch.dtype, wants_weight: bool
+) -> tuple[Tensor, Tensor | None]:
     """dx [M, K] in ``dtype`` (BF16 or FP32), and dw FP32 [K] if requested.
 
     Args:
@@ -274,12 +271,9 @@ def rms_norm_backward(
         weight_K: what the forward pass multiplied by, BF16 or FP32.
         rstd_M: 1 / rms FP32 [M], which the forward pass returned.
         dy_MK: the gradient of the result, BF16 or FP32.
-        other_MK: the gradient of x from elsewhere, BF16, added to a dx in BF16.
     """
-    given = (t for t in (x_MK, dy_MK, other_MK) if t is not None)
-    x_MK, dy_MK, *others = (t if t.stride(1) == 1 else t.contiguous() for t in given)
-    other = others[0] if others else x_MK  # not read then
-    check_device(x_MK, weight_K, rstd_M, dy_MK, other)
+    x_MK, dy_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, dy_MK))
+    check_device(x_MK, weight_K, rstd_M, dy_MK)
     M, K = x_MK.shape
     shape = shape_for(K)
     tiles = -(-M // shape.rows)
@@ -288,9 +282,8 @@ def rms_norm_backward(
     parts = torch.empty(grid[0], K, dtype=torch.float32, device=x_MK.device) if wants_weight else rstd_M
     if M:
         rms_norm_backward_kernel[grid](
-            x_MK, weight_K.contiguous(), rstd_M, dy_MK, other, dx, parts, M, K,
-            x_MK.stride(0), dy_MK.stride(0), other.stride(0), grid[0],
-            ROWS=shape.rows, WIDTH=shape.width, WEIGHT=wants_weight, ADD=bool(others),
+            x_MK, weight_K.contiguous(), rstd_M, dy_MK, dx, parts, M, K, x_MK.stride(0), dy_MK.stride(0), grid[0],
+            ROWS=shape.rows, WIDTH=shape.width, WEIGHT=wants_weight,
             HARDWARE=not triton.knobs.runtime.interpret, num_warps=shape.warps, **PINNED,
         )  # fmt: skip
     return dx, parts.sum(0) if wants_weight else None

@@ -15,6 +15,6 @@ def test_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "losses", lambda scale_format, seed: real(scale_format, seed, 8))
     rows = scratch.rows()
     trained = [float(row["training loss"]) for row in rows]
-    assert [row["linear layers"] for row in rows] == list(scratch.FORMATS) and len(set(trained)) == 3
+    assert [row["linear layers"] for row in rows] == list(scratch.FORMATS) and len(set(trained)) == len(rows)
     assert rows[0]["training loss, relative"] == "+0.00%"
     assert all(abs(loss / trained[0] - 1) < 0.05 for loss in trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from jetrl_patch.backends import quantize
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8 import linear
 from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.models.layers import check_splits, is_quantized, is_row_parallel, matches
@@ -128,9 +128,26 @@ def test_layers_that_read_the_same_input_save_it_once():
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
-        for layer in (make(256, 64), make(256, 64), make(256, 64)):
+        for layer in (first := make(256, 64), make(256, 64), make(256, 64)):
+            layer.fp8.inputs = first.fp8.inputs  # as of the layers of one module
             layer(x)
     assert saved[0] == saved[3] == saved[6] and saved[1] == saved[4]
+
+
+def test_the_layers_of_a_module_share_their_input():
+    """Also in a copy, which begins without one; and layers of other modules do not."""
+    block = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict(), "mlp": torch.nn.ModuleDict()})
+    for name in ("attn.q_proj", "attn.k_proj", "mlp.up_proj"):
+        parent, leaf = name.split(".")
+        block[parent][leaf] = torch.nn.Linear(256, 64)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block])})
+    swap_linears(model)
+    x = torch.randn(8, 256, dtype=torch.bfloat16)
+    block["attn"]["q_proj"](x)
+    for made in (block, copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        (q, k), up = made["attn"].values(), made["mlp"]["up_proj"]
+        assert q.fp8.inputs is k.fp8.inputs is not up.fp8.inputs
+        assert (q.fp8.inputs._value is None) == (made is not block)
 
 
 def test_an_input_changed_in_place_is_quantized_again():
@@ -143,14 +160,15 @@ def test_an_input_changed_in_place_is_quantized_again():
 
 
 def test_a_quantized_input_is_dropped_with_its_tensor_and_not_with_an_earlier_one():
-    layer, last = make(256, 64), linear._last_activation
+    layer = make(256, 64)
+    last = layer.fp8.inputs
     earlier, x = (torch.randn(8, 256, dtype=torch.bfloat16) for _ in range(2))
     layer(earlier)
     layer(x)
     del earlier
-    assert last.source() is x and last.value is not None
+    assert last._source() is x and last._value is not None
     del x
-    assert last.source is last.value is None
+    assert last._source is last._value is None
 
 
 def test_weight_is_quantized_once_per_value(monkeypatch):

@@ -127,6 +127,7 @@ class Gated(nn.Module):
         super().__init__()
         self.gate, self.up = (make(256, 256, dtype=dtype, backend=backend) for _ in range(2))
         self.down = make(256, 256, bias=False, dtype=dtype, backend=backend, splits=2)
+        self.up.fp8.inputs = self.gate.fp8.inputs
 
     def forward(self, x):
         return self.down(self.gate(x) * self.up(x)) + x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from jetrl_patch.backends import get_backend
 from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, set_quantized_gradient
-from jetrl_patch.kernels import norm, quantize
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, quantized_gradient, set_quantized_gradient
+from jetrl_patch.kernels import quantize
 
 from ..fp8.thresholds import sqnr
 from ..models import build
@@ -48,16 +47,6 @@ def both(monkeypatch):
     original = quantize.quantize_both
     monkeypatch.setattr(quantize, "quantize_both", lambda x, *a, **k: shapes.append(tuple(x.shape)) or original(x, *a, **k))
     return shapes
-
-
-@pytest.fixture
-def added(monkeypatch):
-    """Whether each backward of a norm was given the gradient of the residual."""
-    found = []
-    original = norm.rms_norm_backward
-    watched = lambda *given: found.append(given[6] is not None) or original(*given)  # noqa: E731
-    monkeypatch.setattr(norm, "rms_norm_backward", watched)
-    return found
 
 
 def models(family: str, scale_format: str = "pow2", layers: int = 1, **options):
@@ -104,36 +93,6 @@ def test_outputs_and_gradients_are_the_same(family, scale_format, options, quant
         assert grad is not None and torch.equal(grads[name], grad), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("exact", "around"),
-    [(False, "nothing"), (True, "nothing"), (False, "checkpointing"), (True, "checkpointing"), (True, "a wrapper that loses it")],
-)
-def test_norms_add_the_gradients_of_residuals(exact, around, added):
-    """The same values and the same bits of every gradient, with two sums of autograd fewer in a block."""
-    plain, ours, names = models("qwen3")
-    if exact:
-        ours = copy.deepcopy(plain)
-    blocks = fused.add_in_norms(ours, "triton", "cuda")
-    assert blocks == ["model.layers.0"]
-    found, original = (type(model.model.layers[0]) for model in (ours, plain))
-    assert issubclass(found, original) and found is not original and found.__name__ == original.__name__
-    if around == "checkpointing":
-        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif around != "nothing":
-        for name in names:
-            if name.endswith("norm"):
-                ours.get_submodule(name).register_forward_hook(lambda module, args, y: y.view_as(y))
-    out, grads = run(plain)
-    added.clear()
-    found, ours_grads = run(ours)
-    assert sum(added) == (2 if around in ("nothing", "checkpointing") else 0)
-    assert torch.equal(found, out) and all(torch.equal(ours_grads[name], grad) for name, grad in grads.items())
-    with torch.no_grad():
-        assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
-    assert fused.add_in_norms(ours, "triton", "cuda") == []  # a second time changes nothing
-
-
 CHANGES = {
     "a hook that changes it": lambda grad: grad * 2,
     "a hook that changes it in place": lambda grad: grad.mul_(2),
@@ -176,20 +135,17 @@ def test_bytes_that_nobody_takes_are_dropped(both):
     layers[1].weight.requires_grad_(False)  # a layer that computes DGrad alone, and asks for its bytes all the same
     expected, found = call(False), call(True)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    x, grad, state = torch.zeros(3, 128).bfloat16().requires_grad_(), torch.zeros(3, 128).bfloat16(), layers[0].fp8
-    y = layers[0](x)
-    for taken, given in ((True, state), (False, Fp8State("fp32", "triton")), (False, Fp8State("pow2", "deep_gemm"))):
-        y.grad_fn.quantized_gradient = None
-        set_quantized_gradient(y.grad_fn, grad, (), given)
-        assert (y.grad_fn.quantized_gradient is not None) == taken
-    set_quantized_gradient((x * 2).grad_fn, grad, (), state)  # of another operation: it reads the gradient itself
-    set_quantized_gradient(None, grad, (), state)
-    set_quantized_gradient(y.grad_fn, grad, (grad.clone(),) * 2, state)
-    alive, both_alive = weakref.ref(grad), weakref.ref(y.grad_fn.quantized_gradient[2][0])
-    del grad
-    assert alive() is None
-    y.sum().backward()  # another gradient
-    assert both_alive() is None
+def test_bytes_travel_with_their_gradient_alone():
+    state, grad, both = gated()[0][0].fp8, torch.randn(3, 128).bfloat16(), (object(), object())
+    assert quantized_gradient(grad, state) is None
+    set_quantized_gradient(grad, both, state)
+    assert quantized_gradient(grad, state) is both
+    for other in (Fp8State("fp32", "triton"), Fp8State("pow2", "deep_gemm")):
+        assert quantized_gradient(grad, other) is None
+    for changed in (grad + 1, grad.view(128, 3), grad.clone(), grad.detach()):
+        assert quantized_gradient(changed, state) is None
+    grad.mul_(2)
+    assert quantized_gradient(grad, state) is None
 
 
 def test_only_layers_that_read_them_get_quantized_gradients():
@@ -236,7 +192,7 @@ def test_checkpointing_and_no_grad_change_nothing():
     out, grads = run(ours)
     with torch.no_grad():
         assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
-    with torch.inference_mode():  # nothing can be passed on there
+    with torch.inference_mode():
         assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
     ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     again, repeated = run(ours)
@@ -258,12 +214,12 @@ def test_what_the_kernel_does_not_take_is_left_to_transformers():
 
 
 def test_what_is_changed_in_place_is_quantized_again(quantized):
-    state, backend = Fp8State("pow2", "triton"), get_backend("triton")
+    backend = get_backend("triton")
     layer = torch.nn.Linear(256, 64, bias=False).bfloat16()
     x, w = torch.randn(4, 256).bfloat16(), torch.ones(256).bfloat16()
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": layer})])})
     swap_linears(model, backend="triton")
-    y, _ = producers.rms_norm(x, w, 1e-6, state)
+    y = producers.rms_norm(x, w, 1e-6, layer.fp8)
     first = layer(y)
     assert quantized == []
     with torch.no_grad():

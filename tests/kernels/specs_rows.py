@@ -136,13 +136,13 @@ ROUTE = (
 
 # ---- norm ----------------------------------------------------------------------------------------
 
-def _norm_backward(width: int, add: bool) -> Spec:
+def _norm_backward(width: int) -> Spec:
     shape = norm.shape_for(width)
     return Spec(
-        f"rms_norm_backward{width}{'_added' * add}", norm.rms_norm_backward_kernel,
-        typed("*bf16 x w dy other dx; *fp32 rstd dw; i32 M K x_m dy_m other_m programs"),
-        {"ROWS": shape.rows, "WIDTH": shape.width, "WEIGHT": True, "ADD": add, "HARDWARE": True}, pinned(shape.warps),
-        ("K", "x_m", "dy_m", "other_m"),
+        f"rms_norm_backward{width}", norm.rms_norm_backward_kernel,
+        typed("*bf16 x w dy dx; *fp32 rstd dw; i32 M K x_m dy_m programs"),
+        {"ROWS": shape.rows, "WIDTH": shape.width, "WEIGHT": True, "HARDWARE": True}, pinned(shape.warps),
+        ("K", "x_m", "dy_m"),
     )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ NORM_ROWS = tuple(
     for add, keep in ((False, False), (True, False), (False, True))
     for covering in (8, 32, 64, 128)
 )  # fmt: skip
-NORM_BACKWARD = tuple(_norm_backward(width, add) for add in (False, True) for width in (128, 1024, 2048, 4096, 8192, 16384))
+NORM_BACKWARD = tuple(_norm_backward(width) for width in (128, 1024, 2048, 4096, 8192, 16384))
 
 
 # ---- quantize ------------------------------------------------------------------------------------
