@@ -15,12 +15,13 @@ from jetrl_patch.exact import flash3, kv_cache
 from jetrl_patch.exact.dispatch import attention as serving_attention
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
+from jetrl_patch.patching.attached import Attached
 
 # ---- A bound on the number of sequences in a packed batch, which the framework knows on the host
 # Attention needs the boundaries of the sequences, which follow from the positions on the device. With a bound on their number,
 # the boundaries fit in a tensor of fixed size, so the host need not wait for the device to count them.
 
-_ATTRIBUTE = "_jetrl_sequences"
+_SEQUENCES: Attached[int] = Attached("_jetrl_sequences", "of a batch, transformers passes attention functions only its tensors")
 
 
 class _Bound(threading.local):
@@ -32,7 +33,7 @@ _bound = _Bound()
 
 def mark(positions: Tensor, at_most: int) -> None:
     """Set the bound of the batch with these positions. A copy of the tensor has no bound, so its sequences are counted."""
-    setattr(positions, _ATTRIBUTE, at_most)
+    _SEQUENCES.set(positions, at_most)
 
 
 @contextlib.contextmanager
@@ -47,7 +48,7 @@ def sequences(at_most: int) -> Iterator[None]:
 
 def bound(positions: Tensor | None) -> int | None:
     """The bound for a batch with these positions, or None."""
-    own: int | None = getattr(positions, _ATTRIBUTE, None)
+    own = _SEQUENCES.get(positions)
     return _bound.value if own is None else own
 
 
