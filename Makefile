@@ -1,5 +1,5 @@
 # Targets are documented by the line that starts with ## above them; make help prints those lines.
-.DEFAULT_GOAL := demo
+.DEFAULT_GOAL := help
 
 ## this list
 help:

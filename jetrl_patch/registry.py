@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from jetrl_patch.config import Config as Config
+from jetrl_patch.config.launches import Launch as Launch
 from jetrl_patch.errors import JetrlError, PatchError, VersionError, explain
 from jetrl_patch.patching.discovery import distribution, is_ours, offered
 from jetrl_patch.patching.discovery import programs as programs
@@ -28,132 +28,15 @@ if TYPE_CHECKING:
     from jetrl_patch.progress import Progress
     from jetrl_patch.sync.orders import Group
 
-# ---- A training framework's adapter, the counterpart of ``Installer`` in ``sync/receive.py`` ------
-# A module with these functions is a ``Trainer``. ``Adapter.trainer`` returns it, where mypy compares signatures. It calls
-# what every framework shares (``jetrl_patch/trainer/``):
+# ---- What the adapter of a training framework does, the counterpart of ``Installer`` in ``sync/receive.py`` ------
+# For the doctor, ``Adapter.launches`` returns a module with the functions of ``launches.Launch``; a framework that runs from the
+# user's own script needs none. In a run, its patches call what every framework shares (``jetrl_patch/trainer/``):
 #
-# 1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
+# 1. settings: a table of ``rules.Rule`` checks the framework's settings, and what the mode needs is written into them;
 # 2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``rules.check``;
-# 3. model: ``prepare`` converts it through ``trainer.source.convert`` before the framework wraps it;
+# 3. model: ``trainer.source.convert`` converts it before the framework wraps it;
 # 4. sync: ``Source.begin_sync``, then ``Source.stream`` over full weights, then ``audit.sync_report``;
 # 5. log: ``audit.sync_metrics`` and ``audit.step_metrics`` go into ``source.Driver``, and from there into the step's log.
-
-class Pool(NamedTuple):
-    """GPUs that a launch asks Ray for."""
-
-    setting: str
-    per_node: int
-    nodes: int
-
-
-class Place(NamedTuple):
-    """A file, folder or hub name that a setting points to; ``path`` is empty if the setting is required but missing."""
-
-    setting: str
-    path: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What a launch needs on its machine.
-
-    Attributes:
-        pools: its GPUs; no pool shares a GPU with another.
-        num_gpus: the setting that tells Ray how many GPUs there are, and its value (None: Ray counts them).
-        cluster: the setting and the address of a running Ray cluster; an empty path if the launch starts Ray.
-        models: models other than the policy.
-        tokenizer: where the tokenizer is.
-        data: data files, and data sets of a hub if the framework supports them.
-        files: the user's code.
-        own_data: whether the user's own class reads the data. A path then need not be a file.
-        interpreter: the command that runs Ray's workers instead of this Python; otherwise an empty path.
-        resumes: the checkpoint that the run resumes from; an empty path if it starts from scratch.
-    """
-
-    pools: tuple[Pool, ...]
-    num_gpus: tuple[str, int | None]
-    cluster: Place
-    models: tuple[Place, ...]
-    tokenizer: Place
-    data: tuple[Place, ...]
-    files: tuple[Place, ...]
-    own_data: bool
-    interpreter: Place
-    resumes: Place
-
-
-class Shard(NamedTuple):
-    """How something is stored: bytes per parameter, and the number of ranks that share them."""
-
-    bytes: float
-    ranks: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where a launch stores the policy, for an estimate of its memory.
-
-    Attributes:
-        trainer: the engine and its ranks in words; without ``weights``, why the trainer's part is unknown.
-        weights, gradients: of the trainer.
-        optimizer: FP32 masters, which the optimizer keeps next to AdamW's moments and splits in the same way.
-        reshards: whether gathered weights are freed after a layer's forward.
-        offloaded: those of "weights", "gradients" and "optimizer" that are in CPU memory.
-        tensor_parallel, expert_parallel: the rollout's sizes.
-        utilization: the share of a GPU that an engine takes; None if the setting is not a share.
-    """
-
-    trainer: str
-    weights: Shard | None = None
-    gradients: Shard | None = None
-    optimizer: Shard | None = None
-    reshards: bool = True
-    offloaded: tuple[str, ...] = ()
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    utilization: float | None = None
-
-
-class Trainer(Protocol):
-    """A training framework. ``settings`` is the framework's own object, as its main function receives it."""
-
-    @property
-    def programs(self) -> Collection[str]:
-        """The modules whose command lines ``read`` can parse, the framework's main program first."""
-
-    def read(self, arguments: Sequence[str], target: str = ..., /) -> Any:
-        """Parse the command line of one of ``programs``. Raises ConfigError with the framework's message."""
-
-    def asked_for(self, settings: Any, environ: Mapping[str, str], /) -> Config | None:
-        """The plugin's settings among the framework's; None if there are none."""
-
-    def chosen(self, settings: Any, asked: Config, /) -> Config:
-        """The plugin's settings, with those that the user left open as the training engine needs them."""
-
-    def problems(self, settings: Any, config: Config, /) -> Iterator[JetrlError]:
-        """Yield an error for each setting that the plugin cannot support."""
-
-    def complete(self, settings: Any, config: Config, /) -> list[str]:
-        """Write what the mode needs into the settings. Returns a description of each change."""
-
-    def model_path(self, settings: Any, /) -> tuple[str, str]:
-        """The path of the model, and the name of its setting."""
-
-    def program_problem(self, target: str, /) -> JetrlError | None:
-        """The error for an unsupported program of the framework, given as a dotted module or a script's path; else None."""
-
-    def needs_flash_attn(self, settings: Any, /) -> str:
-        """The setting that needs flash-attn on a GPU, or an empty string."""
-
-    def needs(self, settings: Any, /) -> Needs:
-        """What a launch with these settings needs on its machine."""
-
-    def layout(self, settings: Any, config: Config, /) -> Layout:
-        """Where a launch with these settings stores the policy."""
-
-    def prepare(self, model: Any, config: Config, engine: Any, /) -> object:
-        """Convert a loaded model in place, before ``engine`` wraps it. Return the ``Source`` of its weight syncs."""
-
 
 # ---- The services that adapters offer to each other and to the core, as types --------------------
 # Each service is a protocol. A module implements it with its functions: an adapter returns the module itself, and mypy checks the
@@ -283,8 +166,8 @@ class Adapter:
         """The service that tells a CPU run from others."""
         return None
 
-    def trainer(self) -> Trainer | None:
-        """The training framework."""
+    def launches(self) -> Launch | None:
+        """What the doctor and the launcher ask; None for a framework without a command line of its own."""
         return None
 
     def merger(self) -> Merger | None:
@@ -348,10 +231,10 @@ def platform() -> Platform:
     return _first(lambda adapter: adapter.platform())
 
 
-def trainer(framework: str) -> Trainer:
-    """The training framework of this name, a key of ``programs``."""
-    found = resolve(framework).trainer()
-    assert found is not None, f"{framework} does not train"
+def launches(framework: str) -> Launch:
+    """The launches of the framework of this name, a key of ``programs``."""
+    found = resolve(framework).launches()
+    assert found is not None, f"{framework} has no launches"
     return found
 
 

@@ -1,4 +1,4 @@
-"""Count files, lines, functions, layers and import circles of the product: ``python -m scripts.house [ROOT]``"""
+"""Count files, lines, functions, layers, import circles and side channels of the product: ``python -m scripts.house [ROOT]``"""
 
 from __future__ import annotations
 
@@ -63,6 +63,15 @@ def layers(root: Path = ROOT) -> list[str]:
     return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
+#: what is counted -> where a line is it
+CHANNELS = {
+    "thread-locals": r"\bthreading\.local\b",
+    "context variables": r"\bContextVar\(",
+    "attributes on foreign objects": r"\bAttached\(\s*$|\bAttached\([\"']",
+    "comparisons of scale formats": r"scale_format\w* ?(==|!=|(not )?in) |[\"'](pow2|mxfp8|nvfp4)[\"'] (==|!=)",
+}
+
+
 def circles(edges: dict[str, set[str]]) -> int:
     """How many imports must go until no two modules import each other. Each circle that the sort finds loses one import."""
     edges, count = {module: set(others) for module, others in edges.items()}, 0
@@ -82,6 +91,8 @@ def main() -> None:
     files = list(sources(root).values())
     sizes = [lines_of(path) for path in files]
     lengths = [length for path in files for length in functions(path)]
+    folders = sorted(path.name for path in (root / "adapters").iterdir() if path.is_dir() and path.name != "__pycache__")
+    text = "\n".join(path.read_text() for path in files)
     for name, value in {
         "product files": len(files),
         "product lines": sum(sizes),
@@ -93,6 +104,8 @@ def main() -> None:
         "import circles": circles(graph(root)),
         "names in the list of layers": len(layers(root)),
         "lines of benchmarks": sum(map(lines_of, (root / "benchmarks").rglob("*.py"))),
+        **{f"lines of adapters/{folder}": sum(map(lines_of, (root / "adapters" / folder).rglob("*.py"))) for folder in folders},
+        **{name: len(re.findall(pattern, text, re.MULTILINE)) for name, pattern in CHANNELS.items()},
     }.items():
         print(f"{name:30} {value:,}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.registry import Adapter, Config, OnImport, Patch, Trainer
+from jetrl_patch.registry import Adapter, Config, Launch, OnImport, Patch
 
 
 class OpenRLHFAdapter(Adapter):
@@ -27,10 +27,10 @@ class OpenRLHFAdapter(Adapter):
 
         return patches.HOOKS
 
-    def trainer(self) -> Trainer:
-        from jetrl_patch.adapters.openrlhf import doctor
+    def launches(self) -> Launch:
+        from jetrl_patch.adapters.openrlhf import launch
 
-        return doctor
+        return launch
 
     def on_undo(self) -> None:
         """Drop metrics that wait for a log line."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.config import Config
+from jetrl_patch.config.launches import Place
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.fp8.scaling import RECORD, take_over
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.registry import Adapter, Config, Journal, Merger, OnImport, Patch, Trainer
+from jetrl_patch.registry import Adapter, Config, Journal, Launch, Merger, OnImport, Patch
 
 
 class VerlAdapter(Adapter):
@@ -28,15 +28,15 @@ class VerlAdapter(Adapter):
 
         return patches.hooks(config)
 
-    def trainer(self) -> Trainer:
-        from jetrl_patch.adapters.verl import services
+    def launches(self) -> Launch:
+        from jetrl_patch.adapters.verl import launch
 
-        return services
+        return launch
 
     def merger(self) -> Merger:
-        from jetrl_patch.adapters.verl import services
+        from jetrl_patch.adapters.verl import launch
 
-        return services
+        return launch
 
     def check(self, config: Config) -> None:
         """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""

@@ -13,9 +13,9 @@ from jetrl_patch import session
 from jetrl_patch.adapters.verl import lora
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, Select, named
 from jetrl_patch.config import Config
+from jetrl_patch.config.launches import Place
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.registry import Place
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 

@@ -32,8 +32,8 @@ def program_problem(target: str) -> JetrlError | None:
     """
     parts = re.split(r"[./\\\\]", target)
     framework = next((name for name in registry.programs() if name in parts), None)
-    trainer = registry.resolve(framework).trainer() if framework else None
-    return trainer.program_problem(target) if trainer is not None else None
+    launches = registry.resolve(framework).launches() if framework else None
+    return launches.program_problem(target) if launches is not None else None
 
 
 # ---- Run a program in this process, as ``python SCRIPT`` or ``python -m MODULE`` would -----------

@@ -98,18 +98,18 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
         return Judged(launch, framework, started.target, None)
     arguments, notes = translated(framework, started.arguments)
     keys = given(framework, arguments)
-    if started.target not in registry.trainer(framework).programs:
+    if started.target not in registry.launches(framework).programs:
         path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
         problems = (Problem(_other_program(framework, started.target), "the entry point"),)
         return Judged(launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes)
-    trainer = registry.trainer(framework)
+    launches = registry.launches(framework)
     own: tuple[Problem, ...] = ()
     try:
-        settings = trainer.read(arguments, started.target)
+        settings = launches.read(arguments, started.target)
     except JetrlError as error:
         own = (Problem(_own_refusal(str(error), framework, workplace), f"{framework}'s own refusal"),)
         try:
-            settings = trainer.read([_forced(word) for word in arguments], started.target)
+            settings = launches.read([_forced(word) for word in arguments], started.target)
         except JetrlError:
             path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
             verdicts = dict.fromkeys(modes(), own)
@@ -119,7 +119,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
         notes = (*notes, _ASCEND_NOTE)
     if "video" in PurePosixPath(launch.script).name:
         _set(settings, "data.train_files", _videos(place))
-    path, _ = trainer.model_path(settings)
+    path, _ = launches.model_path(settings)
     name = models.known(path)
     if name:
         _set_model(framework, settings, str(models.folder(name, place)))
@@ -158,17 +158,17 @@ def _own_refusal(message: str, framework: str, workplace: Path) -> str:
 
 def _other_program(framework: str, target: str) -> str:
     """Why a program other than the framework's main one is refused."""
-    refused = registry.trainer(framework).program_problem(target)
+    refused = registry.launches(framework).program_problem(target)
     required = f"required {registry.programs()[framework]}, found another program"
     return str(refused) if refused is not None else f"{target}: {required}. Use {registry.programs()[framework]}."
 
 
 def _problems(framework: str, settings: Any, config: Config, place: Path, workplace: Path) -> Iterator[Problem]:
-    trainer = registry.trainer(framework)
+    launches = registry.launches(framework)
     try:
         # the training engine fills in what the user left open, as in the driver before its checks
-        config = trainer.chosen(settings, config)
-        for error in trainer.problems(settings, config):
+        config = launches.chosen(settings, config)
+        for error in launches.problems(settings, config):
             yield _problem(error, place, workplace)
     except JetrlError as error:
         yield _problem(error, place, workplace)

@@ -48,8 +48,8 @@ def save(place: Path, framework: str, config: Config | None) -> Path:
 
 
 def found(framework: str, arguments: list[str], config: Config) -> list[str]:
-    trainer = registry.trainer(framework)
-    return [str(problem) for problem in trainer.problems(trainer.read(arguments), config)]
+    launches = registry.launches(framework)
+    return [str(problem) for problem in launches.problems(launches.read(arguments), config)]
 
 
 COMMANDS: dict[str, Any] = {"verl": (verl, "trainer.default_local_dir"), "openrlhf": (openrlhf, "--ckpt.path")}

@@ -35,7 +35,7 @@ def test_a_run_would_start(framework: str, models: Path) -> None:
     assert report.verdict == "a run would start", [check for check in report.checks if check.state == "problem"]
     assert report.config is not None and report.config.exact
     if framework == "verl":
-        config = registry.trainer("verl").read(examine.recognise(words).arguments)
+        config = registry.launches("verl").read(examine.recognise(words).arguments)
         _verl_accepts(config)
         assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
         assert (config.trainer.total_epochs, config.trainer.save_freq, config.trainer.test_freq) == (2, 50, 10)

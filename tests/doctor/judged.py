@@ -46,7 +46,7 @@ def judge(framework: str, arguments: Sequence[str], config: Config, *, here: boo
     ``here`` checks this machine's GPUs, files and models as well as the settings.
     """
     try:
-        settings = registry.trainer(framework).read(arguments)
+        settings = registry.launches(framework).read(arguments)
     except JetrlError as error:
         return [from_error("command", error)]
     found = list(check_launch(framework, settings, config, os.environ)) if here else []

@@ -12,6 +12,7 @@ from jetrl_patch import registry
 from jetrl_patch.cli.doctor import memory
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
+from jetrl_patch.config.launches import Layout
 from tests.models import build, config_of
 
 UNIFIED, BF16 = Config(align="linear"), Config(precision="bf16")
@@ -39,9 +40,11 @@ def verl(model: Path, *extra: str) -> list[str]:
 
 
 def rows(framework: str, arguments: list[str], config: Config) -> dict[tuple[str, str], float | None]:
-    trainer = registry.trainer(framework)
-    settings = trainer.read(arguments)
-    found = memory.estimate(trainer.model_path(settings)[0], trainer.layout(settings, config), config.resolved())
+    launches = registry.launches(framework)
+    settings = launches.read(arguments)
+    layout = launches.layout(settings, config)
+    model = memory.count(launches.model_path(settings)[0], layout, config.resolved())
+    found = [] if model is None else memory.estimate(model, layout, config.resolved())
     return {(row.side, row.what): row.bytes for row in found}
 
 
@@ -88,7 +91,10 @@ def test_what_utilization_leaves_on_a_gpu(model: Path, monkeypatch: pytest.Monke
 
 
 def test_an_engine_whose_split_is_not_read_is_said(model: Path) -> None:
-    found = memory.estimate(model, registry.Layout(trainer="how megatron splits the model is not read"), UNIFIED)
+    layout = Layout(trainer="how megatron splits the model is not read")
+    count = memory.count(model, layout, UNIFIED)
+    assert count is not None
+    found = memory.estimate(count, layout, UNIFIED)
     assert [row.how for row in found if row.side == "trainer"] == ["how megatron splits the model is not read"]
 
 

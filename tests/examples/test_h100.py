@@ -88,7 +88,7 @@ def test_a_run_would_start(script: Path, models: Path) -> None:
     assert report.config is not None and report.config.exact and report.config.decode_graphs
     arguments = examine.recognise(words).arguments
     if framework == "verl":
-        config = registry.trainer("verl").read(arguments)
+        config = registry.launches("verl").read(arguments)
         assert config.data.max_response_length == length
         assert config.actor_rollout_ref.rollout.max_model_len == length + 1024
         assert config.trainer.n_gpus_per_node == 8
@@ -96,7 +96,7 @@ def test_a_run_would_start(script: Path, models: Path) -> None:
         assert {path.removeprefix("/home/user/data/") for path in (*config.data.train_files, *config.data.val_files)} == written
         _verl_accepts(config)
     else:
-        args = registry.trainer("openrlhf").read(arguments)
+        args = registry.launches("openrlhf").read(arguments)
         assert args.rollout.max_new_tokens == length and args.data.max_len == length + 1024
         assert args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size == 8
         assert args.data.prompt_dataset == ",".join(f"/home/user/data/{folder}/train.jsonl" for folder in ("gsm8k", "math"))
@@ -121,7 +121,7 @@ def test_a_run_in_another_precision_has_another_folder(framework: str, models: P
     script = EXAMPLES / framework / "h100" / "qwen3_8b_8k.sh"
     folders = set()
     for environ in ({}, {"ALIGN": "linear"}, {"PRECISION": "bf16"}, {"PRECISION": "fp8-rollout"}):
-        settings = registry.trainer(framework).read(examine.recognise(command(script, models, **environ)).arguments)
+        settings = registry.launches(framework).read(examine.recognise(command(script, models, **environ)).arguments)
         folders.add(settings.trainer.default_local_dir if framework == "verl" else settings.ckpt.path)
     stem = "outputs/qwen3_8b_8k"
     end = "" if framework == "verl" else "/checkpoints"
@@ -136,11 +136,11 @@ def test_variables_and_arguments_of_the_user_have_the_last_word(framework: str, 
     started = examine.recognise(words)
     assert started.overrides == {"precision": "bf16"} and "--fp8-unified" not in words
     if framework == "verl":
-        config = registry.trainer("verl").read(started.arguments)
+        config = registry.launches("verl").read(started.arguments)
         assert config.trainer.total_epochs == 7
         assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.tensor_model_parallel_size) == (4, 2)
     else:
-        args = registry.trainer("openrlhf").read(started.arguments)
+        args = registry.launches("openrlhf").read(started.arguments)
         assert args.train.num_episodes == 7
         assert (args.actor.num_gpus_per_node, args.vllm.num_engines, args.vllm.tensor_parallel_size) == (4, 2, 2)
 

@@ -24,7 +24,7 @@ SCRIPT = [
 def test_verl():
     words = shrink.verl(SCRIPT, given("verl", SCRIPT), Path("/model"), DATA, shrink.Sizes(), Path("/place"))
     assert words[: len(SCRIPT)] == SCRIPT
-    found = registry.trainer("verl").read([word for word in words if "py_executable=uv" not in word])
+    found = registry.launches("verl").read([word for word in words if "py_executable=uv" not in word])
     actor, rollout = found.actor_rollout_ref.actor, found.actor_rollout_ref.rollout
     assert (found.data.train_batch_size, found.data.max_response_length, rollout.n) == (8, 16, 4)
     assert actor.ppo_mini_batch_size == 4  # several updates in a step, as the script has them
@@ -50,7 +50,7 @@ def test_openrlhf():
     ]  # fmt: skip
     words = shrink.openrlhf(script, given("openrlhf", script), Path("/model"), DATA, shrink.Sizes(), Path("/place"))
     assert "secret" not in words and "--vllm.enable_sleep" not in words
-    found = registry.trainer("openrlhf").read(words)
+    found = registry.launches("openrlhf").read(words)
     assert (found.rollout.batch_size, found.rollout.n_samples_per_prompt, found.train.batch_size) == (8, 4, 16)
     assert (found.actor.num_gpus_per_node, found.vllm.num_engines, found.ds.zero_stage) == (1, 1, 3)
     assert found.algo.advantage.estimator == "group_norm" and list(found.actor.eps_clip_low_high) == [0.2, 0.27]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.adapters.openrlhf import doctor, settings
+from jetrl_patch.adapters.openrlhf import launch, settings
 from tests.combinations import models, settings_of
 
 _CORRECTION = "algo.advantage.is_correction_"
@@ -55,7 +55,7 @@ _OFTEN = [name for name in VALUES if name.startswith((_CORRECTION, "actor.policy
 def test_what_is_accepted_is_completed_to_what_is_accepted(tmp_path_factory: pytest.TempPathFactory, count: int) -> None:
     folders = models(tmp_path_factory)
     words = ["--actor.model_name_or_path", "model", "--reward.remote_url", "reward.py", "--data.prompt_dataset", "data"]
-    made, accepted = doctor.read([*words, "--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"]), 0
+    made, accepted = launch.read([*words, "--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"]), 0
     for seed in range(count):
         draw = random.Random(seed)
         asked, args = settings_of(draw), copy.deepcopy(made)

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jetrl_patch.adapters.openrlhf import doctor
+from jetrl_patch.adapters.openrlhf import launch
 from jetrl_patch.config import Config
 from tests import vision_models
 from tests.models import config_of
 
-ADAPTER = Path(doctor.__file__ or "").parent
+ADAPTER = Path(launch.__file__ or "").parent
 
 #: modes, corrections and settings that make the checks read more
 CONFIGS = [
@@ -79,7 +79,7 @@ COMMANDS = (
 
 def options(model: Path, *extra: str) -> Any:
     """OpenRLHF's default arguments, except for those that its checks require."""
-    return doctor.read(["--actor.model_name_or_path", str(model), "--vllm.num_engines", "1", *extra])
+    return launch.read(["--actor.model_name_or_path", str(model), "--vllm.num_engines", "1", *extra])
 
 
 def leaves(args: SimpleNamespace, at: str = "") -> Iterator[str]:
@@ -118,11 +118,11 @@ def read_by_the_driver(folder: Path) -> set[str]:
             make(family).save_pretrained(model)
         for extra in COMMANDS:
             recorded = Recorder(options(model, *extra), seen)
-            list(doctor.problems(recorded, config))
-            doctor.complete(recorded, config)
-            doctor.needs(recorded)
-            doctor.needs_flash_attn(recorded)
-            doctor.model_path(recorded)
+            list(launch.problems(recorded, config))
+            launch.complete(recorded, config)
+            launch.needs(recorded)
+            launch.needs_flash_attn(recorded)
+            launch.model_path(recorded)
     return seen
 
 

@@ -61,7 +61,7 @@ def test_another_packages_adapter_comes_last_and_is_part_of_the_identity(install
         cache.cache_clear()
     install(GOOD)
     assert [adapter.name for adapter in registry.adapters()][-1] == "fakefw"
-    assert registry.programs()["fakefw"] == "fakefw.a" and registry.resolve("fakefw").trainer() is None
+    assert registry.programs()["fakefw"] == "fakefw.a" and registry.resolve("fakefw").launches() is None
     assert identity() == f"{alone} with outside 1.5"  # a worker without the package is refused by what it says it is
     assert "fakefw" not in {adapter.name for adapter in registry.installed()}
 

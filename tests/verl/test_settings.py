@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import services, settings
+from jetrl_patch.adapters.verl import launch, settings
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from jetrl_patch.patching.guards import file_of
@@ -135,8 +135,8 @@ def test_a_value_of_a_wrong_type_is_one_error_and_ends_no_list(base, overrides, 
     messages = [str(problem) for problem in settings.problems(verl_config, config)]
     found = [message for message in messages if re.search(says, message)]
     assert len(found) == ("engine_kwargs" not in overrides or config is EXACT) and len(messages) == len(found) + 1, messages
-    services.needs(verl_config)
-    services.layout(verl_config, config)
+    launch.needs(verl_config)
+    launch.layout(verl_config, config)
 
 
 def test_a_teacher_keeps_its_dtype_when_the_rollout_becomes_fp16(base):

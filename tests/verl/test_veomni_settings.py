@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import patches, services, settings, ulysses, veomni
+from jetrl_patch.adapters.verl import launch, patches, settings, ulysses, veomni
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
 from tests.models import config_of
@@ -145,5 +145,5 @@ def test_patches_are_there_where_veomni_is(monkeypatch):
 
 def test_the_doctor_asks_for_flash_attention_where_veomni_uses_it(composed):
     name = f"{A}.veomni.attn_implementation"
-    assert services.needs_flash_attn(composed()) == f"{name}=flash_attention_2"
-    assert services.needs_flash_attn(composed(f"{name}=sdpa")) == ""
+    assert launch.needs_flash_attn(composed()) == f"{name}=flash_attention_2"
+    assert launch.needs_flash_attn(composed(f"{name}=sdpa")) == ""

@@ -18,6 +18,7 @@ from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli.doctor import checks, memory
 from jetrl_patch.cli.doctor.checks import check_patches, check_versions
 from jetrl_patch.cli.doctor.launch import Started, check_command, check_launch, check_settings, recognise, usable
+from jetrl_patch.cli.doctor.saves import check_saves
 from jetrl_patch.cli.run import program_problem
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import JetrlError
@@ -136,7 +137,7 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
     progress.stage("checking the machine")
     report.checks += checks.check_machine(config, environ.get("RAY_ADDRESS", ""))
     framework = report.framework if arguments is not None else None
-    needs = registry.trainer(framework).needs_flash_attn(arguments) if framework else None
+    needs = registry.launches(framework).needs_flash_attn(arguments) if framework else None
     report.checks.append(checks.check_flash_attn(registry.platform().is_cpu_run(config), needs))
     progress.stage("checking the patches")
     check, report.patches = check_patches(config)
@@ -146,8 +147,11 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
         report.checks += check_launch(framework, arguments, config, environ)
         known = {check.finding for check in report.checks}  # check_settings repeats an error in verl's jetrl section
         report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in known]
-        trainer = registry.trainer(framework)
-        report.memory = memory.estimate(trainer.model_path(arguments)[0], trainer.layout(arguments, config), config)
+        launches = registry.launches(framework)
+        layout = launches.layout(arguments, config)
+        model = memory.count(launches.model_path(arguments)[0], layout, config)
+        report.checks += check_saves(launches.saves(arguments), layout, model, config)
+        report.memory = [] if model is None else memory.estimate(model, layout, config)
     return report
 
 
@@ -168,11 +172,11 @@ def _settings(
     source = "options, then the environment" if given else "the environment" if opted_in else "the defaults"
     if started is not None:
         arguments = _arguments(report, started)
-        trainer = registry.trainer(started.framework) if started.framework and arguments is not None else None
+        launches = registry.launches(started.framework) if started.framework and arguments is not None else None
         by_settings = False
-        if trainer is not None and not opted_in:
+        if launches is not None and not opted_in:
             try:
-                section = trainer.asked_for(arguments, environ)
+                section = launches.asked_for(arguments, environ)
                 by_settings = section is not None
                 if section is not None and not given:
                     config, source = section, f"{started.framework}'s configuration"
@@ -180,8 +184,8 @@ def _settings(
                 by_settings = True
                 report.checks.append(from_error("settings", error))
         report.checks.append(_switched_on(started, environ, by_settings))
-        if trainer is not None:
-            config = trainer.chosen(arguments, config)
+        if launches is not None:
+            config = launches.chosen(arguments, config)
     name = "judged with" if any(check.name == "settings" for check in report.checks) else "settings"
     words = f"precision {config.precision}, align {config.resolved_align}, scales {config.scale_format}"
     report.checks.append(Check(name, "ok", f"{words} (from {source})"))
@@ -190,26 +194,26 @@ def _settings(
 
 def _arguments(report: Report, started: Started) -> Any:
     """The framework's own configuration; None if it cannot be read, which a check then explains."""
-    arguments, trainer = None, registry.resolve(started.framework).trainer() if started.framework else None
+    arguments, launches = None, registry.resolve(started.framework).launches() if started.framework else None
     if problem := program_problem(started.target):
         check = from_error("command", problem)
-    elif trainer is None and started.framework:
+    elif launches is None and started.framework:
         finding = f"the adapter of {started.framework} does not read its arguments, so they were not checked"
         check = Check("command", "unknown", finding)
-    elif trainer is None:
+    elif launches is None:
         known = " or ".join(registry.programs())
         finding = f"{started.target or 'the command'} is not a program of {known}, so its arguments were not checked"
         fix = "`jetrl doctor --follow -- …` runs the command up to the training, which it examines instead"
         check = Check("command", "unknown", finding, fix)
-    elif started.target not in trainer.programs:
-        only = " and ".join(trainer.programs)
+    elif started.target not in launches.programs:
+        only = " and ".join(launches.programs)
         finding = f"{started.target} belongs to {started.framework}, but only the arguments of {only} can be checked"
         check = Check("command", "unknown", finding)
     elif not is_installed(started.framework or ""):
         check = Check("command", "skipped", f"{started.target}: {started.framework} is not installed")
     else:
         try:
-            arguments = trainer.read(started.arguments, started.target)
+            arguments = launches.read(started.arguments, started.target)
             check = Check("command", "ok", f"{started.target}, {len(started.arguments)} arguments read")
         except JetrlError as error:
             check = from_error("command", error)
@@ -237,8 +241,8 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
     way = f"use `{start} --fp8-unified …`"
     reads = started.framework is not None and registry.resolve(started.framework).has_section
     fix = f"{way}, JETRL_PRECISION or +jetrl=unified" if reads else f"{way}, or JETRL_PRECISION"
-    trainer = registry.resolve(started.framework).trainer() if started.framework else None
-    if trainer is None or started.target not in trainer.programs:
+    launches = registry.resolve(started.framework).launches() if started.framework else None
+    if launches is None or started.target not in launches.programs:
         return Check(name, "unknown", "nothing enables jetrl_patch, unless the program calls jetrl_patch.enable()", fix)
     return Check(name, "problem", f"nothing enables jetrl_patch: {NOTHING}", fix)
 

@@ -59,5 +59,5 @@ def starts_training(command: Sequence[str]) -> bool:
         started = recognise(command)
     except JetrlError:
         return True  # its options are wrong, which the examination says
-    trainer = registry.resolve(started.framework).trainer() if started.framework else None
-    return trainer is not None and started.target in trainer.programs
+    launches = registry.resolve(started.framework).launches() if started.framework else None
+    return launches is not None and started.target in launches.programs

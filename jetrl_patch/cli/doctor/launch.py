@@ -18,9 +18,9 @@ from typing import Any
 from jetrl_patch import registry
 from jetrl_patch.config import Config, environment
 from jetrl_patch.config.arguments import split
+from jetrl_patch.config.launches import Needs, Place
 from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.native import machine
-from jetrl_patch.registry import Needs, Place
 from jetrl_patch.trainer.preflight import is_hub_id, local_folder
 from jetrl_patch.trainer.rules import Check, from_error, raised
 
@@ -239,14 +239,14 @@ def _is_this(program: str) -> bool:
     return Path(program).absolute().parent == Path(sys.executable).absolute().parent
 
 
-# ---- Judge a launch through the framework's adapter (``jetrl_patch.registry.Trainer``) -----------
+# ---- Judge a launch through the framework's adapter (``jetrl_patch.config.launches.Launch``) -----------
 
 def check_launch(framework: str, settings: Any, config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
     """Check what a launch in this environment needs here: GPUs, models, data, the environment of its workers."""
-    trainer = registry.trainer(framework)
-    needs = trainer.needs(settings)
+    launches = registry.launches(framework)
+    needs = launches.needs(settings)
     on_cpu = registry.platform().is_cpu_run(config)
-    path, setting = trainer.model_path(settings)
+    path, setting = launches.model_path(settings)
     yield _model(Place(setting, path), framework)
     yield _gpus(framework, needs, on_cpu, environ)
     for place in needs.models:
@@ -267,10 +267,10 @@ def check_launch(framework: str, settings: Any, config: Config, environ: Mapping
 
 def check_settings(framework: str, settings: Any, config: Config) -> Iterator[Check]:
     """Check each setting and the model's ``config.json``, and list what the plugin would change. Modifies ``settings``."""
-    trainer = registry.trainer(framework)
+    launches = registry.launches(framework)
     found: list[BaseException] = []
     try:
-        for problem in trainer.problems(settings, config):
+        for problem in launches.problems(settings, config):
             found.append(problem)
     except JetrlError as error:
         found.append(error)
@@ -279,5 +279,5 @@ def check_settings(framework: str, settings: Any, config: Config) -> Iterator[Ch
     yield from (from_error(f"{framework} setting", error) for error in found)
     if not found:
         yield Check(f"{framework} settings", "ok", "no conflict with the plugin's settings")
-    changes = trainer.complete(settings, config)
+    changes = launches.complete(settings, config)
     yield Check(f"{framework} changes", "ok", "; ".join(changes) or "none of your settings")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config
-from jetrl_patch.registry import Layout
+from jetrl_patch.config.launches import Layout
 from jetrl_patch.trainer.preflight import built
 from jetrl_patch.trainer.rules import Memory
 
@@ -18,11 +18,11 @@ NOT_COUNTED = (
 )
 
 #: bytes of AdamW's two moments per parameter
-_MOMENTS = {"fp32": 8.0, "8bit": 2.03, "fp8": 2.03}
+MOMENTS = {"fp32": 8.0, "8bit": 2.03, "fp8": 2.03}
 
 
 @dataclass(frozen=True)
-class _Model:
+class Counted:
     """Counts of a model: ``parameters`` in all, ``quantized`` of them in ``blocks`` transformer blocks; KV values per token."""
 
     parameters: int
@@ -32,22 +32,24 @@ class _Model:
     kv_heads: int
 
 
-def estimate(path: Any, layout: Layout, config: Config) -> list[Memory]:
-    """Rows of the table, in bytes; empty if the model is not in a folder here or is wrong in a way that a check reports.
+def count(path: Any, layout: Layout, config: Config) -> Counted | None:
+    """The counts of the model in a folder or, under its name, in the hub's cache.
 
-    ``path`` is the model's folder or its name in the hub's cache; ``layout`` says where the framework keeps the policy.
+    None if it is not here, or wrong in a way that a check reports. ``layout`` says where the framework keeps the policy.
     """
     try:
         found = built(path, config, layout.tensor_parallel, layout.expert_parallel)
     except Exception:  # transformers raises anything for a broken config.json, which check_settings reports
-        return []
-    if found is None:
-        return []
-    model = _counted(*found[:2])
+        return None
+    return None if found is None else _counted(*found[:2])
+
+
+def estimate(model: Counted, layout: Layout, config: Config) -> list[Memory]:
+    """Rows of the table, in bytes."""
     return [*_trainer(model, layout, config), *_rollout(model, layout, config, _gpu(config))]
 
 
-def _counted(model: Any, quantized: Any) -> _Model:
+def _counted(model: Any, quantized: Any) -> Counted:
     from jetrl_patch.fp8.convert import share_of
 
     text = model.config.get_text_config()
@@ -58,10 +60,11 @@ def _counted(model: Any, quantized: Any) -> _Model:
     latent = getattr(text, "kv_lora_rank", None)
     kv = cached * (latent + text.qk_rope_head_dim if latent else 2 * heads * width)
     total = sum(parameter.numel() for parameter in model.parameters())
-    return _Model(total, round(share_of(model, quantized).parameters * total), text.num_hidden_layers, kv, 1 if latent else heads)
+    small = round(share_of(model, quantized).parameters * total)
+    return Counted(total, small, text.num_hidden_layers, kv, 1 if latent else heads)
 
 
-def _trainer(model: _Model, layout: Layout, config: Config) -> Iterator[Memory]:
+def _trainer(model: Counted, layout: Layout, config: Config) -> Iterator[Memory]:
     """Weights, gradients and optimizer as the framework shards them, and the FP8 copies of the weights."""
     parts = {"weights": layout.weights, "gradients": layout.gradients, "optimizer": layout.optimizer}
     if layout.weights is None or None in parts.values():
@@ -69,7 +72,7 @@ def _trainer(model: _Model, layout: Layout, config: Config) -> Iterator[Memory]:
         return
     for what, part in parts.items():
         assert part is not None
-        each = part.bytes + (_MOMENTS[config.optimizer_states] if what == "optimizer" else 0)
+        each = part.bytes + (MOMENTS[config.optimizer_states] if what == "optimizer" else 0)
         how = f"{each:g} bytes x {_billions(model.parameters)}" + (f" / {part.ranks} ranks" if part.ranks > 1 else "")
         how += ", in CPU memory" if what in layout.offloaded else ""
         how += f", {layout.trainer}" if what == "weights" and layout.trainer else ""
@@ -78,7 +81,7 @@ def _trainer(model: _Model, layout: Layout, config: Config) -> Iterator[Memory]:
         yield Memory("trainer", "FP8 weights held", *_held(model, layout, config, layout.weights.ranks))
 
 
-def _held(model: _Model, layout: Layout, config: Config, ranks: int) -> tuple[float, str]:
+def _held(model: Counted, layout: Layout, config: Config, ranks: int) -> tuple[float, str]:
     """Bytes of the FP8 weights that a rank holds, and the formula: the table of quantized weights in docs/memory.md."""
     p = model.quantized
     if ranks == 1:
@@ -90,7 +93,7 @@ def _held(model: _Model, layout: Layout, config: Config, ranks: int) -> tuple[fl
     return 2.0 * p / model.blocks, f"2 x one of {model.blocks} blocks at a time"
 
 
-def _rollout(model: _Model, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
+def _rollout(model: Counted, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
     """Weights on one rank of an engine, a token's KV cache, and what is left for the cache of ``gpu`` bytes."""
     tp = layout.tensor_parallel
     small = model.quantized if config.quantized_rollout else 0

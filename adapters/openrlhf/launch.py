@@ -1,4 +1,4 @@
-"""This adapter's ``Trainer`` (jetrl_patch/registry.py): read OpenRLHF's arguments, and list what a launch needs."""
+"""This adapter's ``Launch`` (``jetrl_patch/config/launches.py``): read OpenRLHF's arguments, and list what a launch needs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jetrl_patch.adapters.openrlhf import checkpoint
-from jetrl_patch.adapters.openrlhf.model import prepare
 from jetrl_patch.adapters.openrlhf.settings import PROGRAM, chosen, complete, problems, program_problem, reward_problems
 from jetrl_patch.config import Config
+from jetrl_patch.config.launches import Layout, Needs, Place, Pool, Saves, Shard
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
-from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
 
 __all__ = [
-    "asked_for", "chosen", "complete", "layout", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
-    "program_problem", "programs", "read",
+    "asked_for", "chosen", "complete", "layout", "model_path", "needs", "needs_flash_attn", "problems",
+    "program_problem", "programs", "read", "saves",
 ]  # fmt: skip
 
 
@@ -58,6 +57,21 @@ def layout(args: Any, config: Config) -> Layout:
         offloaded=("optimizer",) * bool(args.ds.adam_offload),
         tensor_parallel=int(args.vllm.tensor_parallel_size or 1),
         utilization=args.vllm.gpu_memory_utilization,
+    )
+
+
+def saves(args: Any) -> Saves:
+    """Return what OpenRLHF evaluates and writes: DeepSpeed's states every few steps, and the model in 16 bits at the end."""
+    evaluates = args.eval.dataset and args.eval.steps > 0
+    contents = ("model", "optimizer") * (not args.ckpt.disable_ds) + ("exported",) * bool(args.ckpt.save_hf)
+    return Saves(
+        validates=f"every {args.eval.steps} steps (--eval.steps)" if evaluates else "",
+        when=f"every {args.ckpt.save_steps} steps (--ckpt.save_steps)" if args.ckpt.save_steps > 0 else "",
+        contents=contents,
+        exported=2.0,
+        folder=str(args.ckpt.path),
+        kept=int(args.ckpt.max_num),
+        final=str(args.ckpt.output_dir),
     )
 
 

@@ -1,4 +1,4 @@
-"""verl's ``Trainer`` and ``Merger`` (``jetrl_patch/registry.py``): compose its configuration as its main does, and read it."""
+"""verl's ``Launch`` and ``Merger``: compose its configuration as its main does, and read it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 
 from jetrl_patch.adapters.verl import checkpoint, preset, veomni
 from jetrl_patch.adapters.verl.checkpoint import merge
-from jetrl_patch.adapters.verl.model import prepare
 from jetrl_patch.adapters.verl.preset import config_of as asked_for
 from jetrl_patch.adapters.verl.rollout import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.settings import PROGRAM, chosen, complete, problems, program_problem
 from jetrl_patch.adapters.verl.settings import TRAINERS as programs
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, data_files, selector, whole
 from jetrl_patch.config import Config
+from jetrl_patch.config.launches import Layout, Needs, Place, Pool, Saves, Shard
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
-from jetrl_patch.registry import Layout, Needs, Place, Pool, Shard
 
 __all__ = [
-    "asked_for", "chosen", "complete", "layout", "merge", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
-    "program_problem", "programs", "read",
+    "asked_for", "chosen", "complete", "layout", "merge", "model_path", "needs", "needs_flash_attn", "problems",
+    "program_problem", "programs", "read", "saves",
 ]  # fmt: skip
 
 _RAY = "ray_kwargs.ray_init"
@@ -74,6 +73,33 @@ def layout(verl_config: Any, config: Config) -> Layout:
         offloaded=("weights", "gradients") * weights + ("optimizer",) * moments,
         **rollout,
     )
+
+
+#: entry of save_contents -> its name in ``Saves``; what is left out is small
+_CONTENTS = {"model": "model", "optimizer": "optimizer", "hf_model": "exported"}
+
+
+def saves(verl_config: Any) -> Saves:
+    """Return what verl's trainer validates and writes: FSDP's shards in the masters' dtype, and what save_contents adds."""
+    select = selector(verl_config)
+    contents = select(f"{ACTOR}.checkpoint.save_contents") or ()
+    first = "before training (trainer.val_before_train)" if select("trainer.val_before_train") is not False else ""
+    later = _every(select, "trainer.test_freq")
+    each = 2.0 if "16" in str(select(f"{ACTOR}.fsdp_config.model_dtype")) else 4.0
+    kept = select("trainer.max_actor_ckpt_to_keep")
+    return Saves(
+        validates=" and ".join(filter(None, (first, later))),
+        when=_every(select, "trainer.save_freq"),
+        contents=tuple(_CONTENTS[name] for name in contents if name in _CONTENTS),
+        exported=each,
+        folder=str(select("trainer.default_local_dir") or ""),
+        kept=kept if isinstance(kept, int) else None,
+    )
+
+
+def _every(select: Select, setting: str) -> str:
+    steps = select(setting)
+    return f"every {steps} steps and after the last one ({setting})" if isinstance(steps, int) and steps > 0 else ""
 
 
 def _place(select: Select, setting: str) -> Place:
