@@ -51,7 +51,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-verl demo-openrlhf compare test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
+.PHONY: help demo demo-verl demo-openrlhf compare quick test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
         test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -147,6 +147,10 @@ ifeq ($(ARGS),)
 else
 	$(TEST) -m "not slow" $(ARGS)
 endif
+
+## lint, types and the tests that start no engine: about ten minutes
+quick: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(GYM)
+	$(TEST) -m "not slow and not e2e" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl
 	@mkdir -p outputs

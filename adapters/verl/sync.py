@@ -37,7 +37,7 @@ async def announce(manager: Any, config: Config) -> None:
     calls = [replica.servers[0].collective_rpc.remote(_REPORT, args=(False,)) for replica in manager.replicas]
     try:
         answers = await asyncio.wait_for(asyncio.gather(*calls), config.sync_timeout)
-    except (TimeoutError, asyncio.TimeoutError) as error:
+    except TimeoutError as error:
         raise SyncError(
             f"the vLLM workers did not say within {config.sync_timeout:g} s which weights they hold. Check their logs, or raise "
             "JETRL_SYNC_TIMEOUT."
@@ -195,7 +195,7 @@ async def server_update_weights(
             await self.server_handle.clear_kv_cache.remote()
             if global_steps is not None:
                 await self.server_handle.set_global_steps.remote(global_steps)
-    except (TimeoutError, asyncio.TimeoutError) as error:
+    except TimeoutError as error:
         raise SyncError(
             f"the vLLM workers did not finish a weight sync within {config.sync_timeout:g} s. "
             "Check their logs, or raise JETRL_SYNC_TIMEOUT."

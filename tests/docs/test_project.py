@@ -20,12 +20,16 @@ def test_the_citation_names_this_version() -> None:
     assert citation["license"] == "Apache-2.0"
 
 
-def test_ci_runs_the_two_commands_of_the_readme() -> None:
+def test_ci_runs_the_quick_tests_with_every_promised_python_and_the_two_commands_of_the_readme() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    commands = [run["command"] for run in jobs["test"]["strategy"]["matrix"]["include"]]
-    readme = (ROOT / "README.md").read_text()
-    assert commands == ["make test", "make demo"]
-    assert all(command in readme for command in commands)
+    runs = jobs["test"]["strategy"]["matrix"]["include"]
+    commands = [run["command"] for run in runs]
+    readme, setup = ((ROOT / name).read_text() for name in ("README.md", "setup.py"))
+    assert commands == ["make quick", "make quick", "make test", "make demo"]
+    assert all(command in readme for command in commands[2:])
+    quick = [run["python"] for run in runs if run["command"] == "make quick"]
+    assert quick == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', setup)
+    assert f'python_requires=">={quick[0]}"' in setup
 
 
 def test_the_pins_of_the_docs_are_complete() -> None:
