@@ -61,7 +61,7 @@ def layout(verl_config: Any, config: Config) -> Layout:
     ranks = max(1, whole(select, "trainer.n_gpus_per_node") * whole(select, "trainer.nnodes"))
     group = whole(select, f"{fsdp}.fsdp_size", -1)
     ranks = group if 0 < group < ranks else ranks
-    each = 2.0 if "16" in str(select(f"{fsdp}.model_dtype")) else 4.0
+    each = _bytes(select)
     weights = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.param_offload"))
     moments = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.optimizer_offload"))
     return Layout(
@@ -85,16 +85,20 @@ def saves(verl_config: Any) -> Saves:
     contents = select(f"{ACTOR}.checkpoint.save_contents") or ()
     first = "before training (trainer.val_before_train)" if select("trainer.val_before_train") is not False else ""
     later = _every(select, "trainer.test_freq")
-    each = 2.0 if "16" in str(select(f"{ACTOR}.fsdp_config.model_dtype")) else 4.0
     kept = select("trainer.max_actor_ckpt_to_keep")
     return Saves(
         validates=" and ".join(filter(None, (first, later))),
         when=_every(select, "trainer.save_freq"),
         contents=tuple(_CONTENTS[name] for name in contents if name in _CONTENTS),
-        exported=each,
+        exported=_bytes(select),
         folder=str(select("trainer.default_local_dir") or ""),
         kept=kept if isinstance(kept, int) else None,
     )
+
+
+def _bytes(select: Select) -> float:
+    """Bytes of a parameter in FSDP's masters."""
+    return 2.0 if "16" in str(select(f"{ACTOR}.fsdp_config.model_dtype")) else 4.0
 
 
 def _every(select: Select, setting: str) -> str:

@@ -62,7 +62,7 @@ class Backend:
         if FORMATS[scale_format].square:
             raise NotImplementedError
         w = self.quantize_weight(w_NK, scale_format)
-        w.for_dgrad = self.quantize_tokens(w_NK.to(torch.bfloat16), w.form.gradients or scale_format)
+        w.for_dgrad = self.quantize_tokens(w_NK.to(torch.bfloat16), w.gradients)
         return w
 
     def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
@@ -111,9 +111,8 @@ class Backend:
 
     def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K]. Requantizes the saved activation from 1x128 to 128x1 groups and quantizes dY in 128x1 groups."""
-        form, x_MK = x.form.gradients or x.scale_format, self.dequantized(x, torch.bfloat16)
-        dtype = self.exact_dtype(form, out_dtype)
-        dy, again = (self.quantize_tokens(t, form) for t in (dy_MN, x_MK))
+        dtype, x_MK = self.exact_dtype(x.gradients, out_dtype), self.dequantized(x, torch.bfloat16)
+        dy, again = (self.quantize_tokens(t, x.gradients) for t in (dy_MN, x_MK))
         return (self.dequantized(dy, dtype).t() @ self.dequantized(again, dtype)).to(out_dtype)
 
     def gradients(

@@ -78,6 +78,11 @@ class Quantized:
         return self.form.block
 
     @property
+    def gradients(self) -> ScaleFormat:
+        """The scale format of DGrad's and WGrad's operands."""
+        return self.form.gradients or self.scale_format
+
+    @property
     def s_rows(self) -> Tensor:
         """Scales per row and 128 columns, [rows, G]. Made from blocks or channels when a product first reads them."""
         if self.layout == "rows":
@@ -132,10 +137,9 @@ class Regrouped:
 
 # ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
 # For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn. For e2m1 elements
-# 448 is 6.
-# In most scale formats s is rounded up to a power of two; then q * s is exact in BF16. Rounded up, no value
-# saturates. The conversion that the MX specification suggests, 2^(floor(log2(amax)) - 8), clamps values above 448 * s, and
-# pre-training with it diverged (arXiv 2506.08027, which rounds up as this does).
+# 448 is 6. In most scale formats s is rounded up to a power of two; then q * s is exact in BF16. Rounded up, no value saturates.
+# The conversion that the MX specification suggests, 2^(floor(log2(amax)) - 8), clamps values above 448 * s, and pre-training
+# with it diverged (arXiv 2506.08027, which rounds up as this does).
 # A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
 
 #: the largest e2m1 value

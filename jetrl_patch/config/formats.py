@@ -31,7 +31,6 @@ class Format:
         two_levels: whether a scale is the product of an e4m3 number and of a power of two for the whole weight, or for the whole
             row of an activation.
         gradients: the format of DGrad's and WGrad's operands; by default this one.
-        cpu_backends: the backends that multiply it on a CPU, the preferred one first.
         gpu_backend: the only backend that multiplies it on a GPU; empty if the user has a choice.
         majors: the major compute capabilities of the GPUs that multiply it; None if the backend decides.
         height: how many rows of a weight share a scale.
@@ -45,7 +44,6 @@ class Format:
     powers_of_two: bool = True
     two_levels: bool = False
     gradients: ScaleFormat | None = None
-    cpu_backends: tuple[str, ...] = ("native", "torch")
     gpu_backend: str = ""
     majors: tuple[int, ...] | None = None
     height: int = field(init=False)

@@ -363,7 +363,7 @@ def _against_scales(config: Config, precision: str) -> Iterator[str]:
     what = f"scale_format={config.scale_format!r}"
     if not config.fp8_train:
         yield f"{what} contradicts {precision}: only an FP8 trainer has it on both sides. Use scale_format='pow2'."
-    if config.backend not in ("auto", *config.scales.cpu_backends):
+    if config.backend not in ("auto", "native", "torch"):
         yield f"{what} contradicts backend={config.backend!r}, which multiplies other blocks. Use backend='auto'."
     if config.fp8_all_gather:
         yield f"{what} contradicts fp8_all_gather=True: DGrad quantizes the BF16 weight along N. Drop one of the two."

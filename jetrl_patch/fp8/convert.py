@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -145,11 +146,11 @@ def swap_linears(
     for name, module in expert_modules(model).items():
         count, plain = whole_shape(module.gate_up_proj)[0], None if name in in_fp8 else PlainProducts(exact)
         setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split if exact else WHOLE, plain))
-    inputs: dict[str, LastInput] = {}
+    inputs: defaultdict[str, LastInput] = defaultdict(LastInput)
     for name, module in modules.items():
         module.__class__ = Fp8Linear
         splits = k_splits if exact and is_row_parallel(name) else 1
-        module.fp8 = Fp8State(scale_format, backend, splits, inputs.setdefault(name.rpartition(".")[0], LastInput()))
+        module.fp8 = Fp8State(scale_format, backend, splits, inputs[name.rpartition(".")[0]])
     return names
 
 

@@ -41,7 +41,7 @@ def openrlhf(model: Path, *extra: str) -> list[str]:
     return ["--actor.model_name_or_path", str(model), *needed, *extra]
 
 
-BYTES = sum(parameter.numel() for parameter in build("qwen3").parameters()) / 1e6
+BYTES = sum(parameter.numel() for parameter in build("qwen3").parameters()) / 2**20
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_verl_writes_masters_and_moments_every_few_steps(
     _, writes = judged("verl", verl(model, *where, *settings), config)
     when = "every 20 steps and after the last one (trainer.save_freq), the last 2 kept"
     assert writes.state == "ok" and "are free here" in writes.finding
-    assert writes.finding.startswith(f"a checkpoint of {each * BYTES:.1f} MB {when}, in {folder}")
+    assert writes.finding.startswith(f"a checkpoint of {each * BYTES:.1f} MiB {when}, in {folder}")
 
 
 def test_verl_validates_first_and_writes_nothing_by_default(model: Path) -> None:
@@ -75,11 +75,11 @@ def test_verl_validates_first_and_writes_nothing_by_default(model: Path) -> None
 
 def test_openrlhf_writes_the_model_at_the_end(model: Path, tmp_path: Path) -> None:
     validation, writes = judged("openrlhf", openrlhf(model, "--ckpt.output_dir", str(tmp_path)), Config())
-    assert validation.finding == "none" and writes.finding.startswith(f"the model, {2 * BYTES:.1f} MB, at the end in {tmp_path}")
+    assert validation.finding == "none" and writes.finding.startswith(f"the model, {2 * BYTES:.1f} MiB, at the end in {tmp_path}")
     more = ("--ckpt.save_steps", "10", "--ckpt.path", str(tmp_path), "--eval.dataset", "y", "--eval.steps", "5")
     validation, writes = judged("openrlhf", openrlhf(model, *more), Config())
     assert validation.finding == "every 5 steps (--eval.steps)"
-    words = f"a checkpoint of {(2 + 4 + 8) * BYTES:.1f} MB every 10 steps (--ckpt.save_steps), the last 3 kept, in {tmp_path};"
+    words = f"a checkpoint of {(2 + 4 + 8) * BYTES:.1f} MiB every 10 steps (--ckpt.save_steps), the last 3 kept, in {tmp_path};"
     assert writes.finding.startswith(words)
 
 
@@ -87,7 +87,7 @@ def test_a_disk_without_room_is_a_warning(model: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2e6))
     arguments = verl(model, f"trainer.default_local_dir='{tmp_path}'", "trainer.save_freq=1")
     _, writes = judged("verl", arguments, Config())
-    assert writes.state == "warning" and writes.finding.endswith("; the disk has 2.0 MB left here")
+    assert writes.state == "warning" and writes.finding.endswith("; the disk has 1.9 MiB left here")
     _, writes = judged("verl", verl(model, "trainer.default_local_dir=hdfs://elsewhere", "trainer.save_freq=1"), Config())
     assert writes.state == "ok" and "free here" not in writes.finding
 

@@ -13,17 +13,15 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.formats import FORMATS
 from jetrl_patch.errors import ConfigError, ModelError
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import FP8
 from jetrl_patch.measure.monitor import Monitor
 from jetrl_patch.measure.statistics import Figures
 from jetrl_patch.models.layers import is_cut
-from jetrl_patch.models.structure import check_structure
 
-from ..models import config_of
 from . import oracle
 from .test_gemm import operands
-from .thresholds import NATIVE_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
+from .test_other_blocks import quantized
+from .thresholds import SQNR_GEMM, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 32, 32), (5, 64, 320), (33, 320, 1000), (130, 1000, 257), (200, 17, 33), (257, 31, 65)]  # M, N, K
@@ -68,28 +66,6 @@ def test_nothing_saturates():
     x = torch.full((1, 32), 479.0, dtype=BF16)
     q, s = quantize.quantize_activation(x, "mxfp8")
     assert s.item() == 2.0 and (q.float() * s).unique().item() == 480.0
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fprop(shape, backend):
-    x, w = operands(*shape)
-    b = get_backend(backend)
-    wq, xq = b.quantize_weight(w, "mxfp8"), b.quantize_activation(x, "mxfp8")
-    y = b.gemm(xq, wq, BF16)
-    assert sqnr(y, x.double() @ w.double().t()) > SQNR_UNQUANTIZED["fprop", "mxfp8"]
-    assert sqnr(y, *[quantized(xq) @ quantized(wq).t()]) > SQNR_GEMM
-    equal = y == quantize.fprop(*xq, *wq, BF16, block=32)
-    assert equal.float().mean() >= NATIVE_EQUALS_ORACLE
-    wq.packed = b.pack(wq)
-    assert torch.equal(b.gemm(xq, wq, BF16), y)
-    for rows in (slice(0, 1), slice(shape[0] // 2, shape[0])):  # a row depends on itself alone
-        assert torch.equal(b.fprop(x[rows], wq), y[rows])
-
-
-def quantized(t):
-    """q * s in FP64, from the layout of the scales."""
-    return t.q.double() * t.s.double().repeat_interleave(32, 1)[:, : t.shape[1]]
 
 
 def test_blocks_are_added_in_ascending_order():
@@ -140,37 +116,6 @@ def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks):
         b.fprop(x, wq, splits=6 * ranks)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_has_the_gradients_of_the_three_products(backend):
-    x, w = operands(40, 96, 160)
-    layer = torch.nn.Linear(160, 96, bias=False, dtype=BF16)
-    layer.__class__, layer.fp8 = Fp8Linear, Fp8State("mxfp8", backend)
-    layer.weight.data.copy_(w)
-    x.requires_grad_()
-    g = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
-    y = layer(x)
-    y.backward(g)
-    b = get_backend(backend)
-    wq, xq = b.quantize_weight_transposed(w, "mxfp8"), b.quantize_activation(x.detach(), "mxfp8")
-    assert torch.equal(y, b.gemm(xq, wq, BF16))
-    assert torch.equal(x.grad, b.dgrad(g, wq, BF16)) and torch.equal(layer.weight.grad, b.wgrad(g, xq, BF16))
-    q, s = layer.fp8.quantized(layer.weight)  # what the weight sync sends
-    assert torch.equal(q.view(torch.uint8), wq.q.view(torch.uint8)) and torch.equal(s, wq.s)
-
-
-def test_a_compiled_layer_computes_the_same():
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(100, 96, dtype=BF16)
-        layer.__class__, layer.fp8 = Fp8Linear, Fp8State("mxfp8", "torch")
-        x = torch.randn(7, 100, dtype=BF16, requires_grad=True)
-        y = (torch.compile(layer, backend="aot_eager") if compiled else layer)(x)
-        y.float().square().sum().backward()
-        results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 def test_the_monitor_reads_blocks_of_32():
     monitor = Monitor(Config(scale_format="mxfp8"), ["model.layers.0.mlp.down_proj"], {})
     _, w = operands(1, 40, 160)
@@ -181,21 +126,6 @@ def test_the_monitor_reads_blocks_of_32():
 
 
 # ---- What is refused -----------------------------------------------------------------------------
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"precision": "fp8-rollout"}, "only an FP8 trainer has it on both sides"),
-        ({"precision": "bf16"}, "only an FP8 trainer has it on both sides"),
-        ({"backend": "triton"}, "multiplies other blocks"),
-        ({"backend": "te"}, "multiplies other blocks"),
-        ({"fp8_all_gather": True}, "fp8_all_gather=True"),
-    ],
-)
-def test_settings_that_contradict_it(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Config(scale_format="mxfp8", **settings)
-
 
 @pytest.mark.parametrize("found", [(9, 0), (8, 9), (12, 0)])
 def test_other_gpus_are_refused(found, monkeypatch):
@@ -212,11 +142,6 @@ def test_blackwell_gets_its_own_backend(monkeypatch):
     monkeypatch.setattr(capability, "check_exact_cuda", lambda *sm: (True, "a GPU"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert choose_backend("auto", "cuda", "mxfp8") == "mx"
-
-
-def test_experts_are_refused():
-    with pytest.raises(ModelError, match="scale_format='mxfp8' does not quantize experts"):
-        check_structure(config_of("qwen3_moe"), Config(scale_format="mxfp8"))
 
 
 def test_the_export_is_refused():

@@ -12,16 +12,14 @@ from jetrl_patch.backends import choose_backend, get_backend, quantize
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ModelError
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import FP8
 from jetrl_patch.measure.monitor import Monitor
 from jetrl_patch.measure.statistics import Figures
-from jetrl_patch.models.structure import check_structure
 
-from ..models import config_of
 from . import oracle
 from .test_gemm import operands
-from .thresholds import NATIVE_EQUALS_ORACLE, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
+from .test_other_blocks import quantized
+from .thresholds import SQNR_GEMM, sqnr
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 32, 32), (5, 64, 320), (33, 320, 1000), (130, 1000, 257), (200, 17, 33)]  # M, N, K
@@ -86,28 +84,6 @@ def test_a_nan_stays_visible():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fprop(shape, backend):
-    x, w = operands(*shape)
-    b = get_backend(backend)
-    wq, xq = b.quantize_weight(w, "nvfp4"), b.quantize_activation(x, "nvfp4")
-    y = b.gemm(xq, wq, BF16)
-    assert sqnr(y, x.double() @ w.double().t()) > SQNR_UNQUANTIZED["fprop", "nvfp4"]
-    assert sqnr(y, quantized(xq) @ quantized(wq).t()) > SQNR_GEMM
-    equal = y == quantize.fprop(*xq, *wq, BF16, block=16)
-    assert equal.float().mean() >= NATIVE_EQUALS_ORACLE
-    wq.packed = b.pack(wq)
-    assert torch.equal(b.gemm(xq, wq, BF16), y)
-    for rows in (slice(0, 1), slice(shape[0] // 2, shape[0])):  # a row depends on itself alone
-        assert torch.equal(b.fprop(x[rows], wq), y[rows])
-
-
-def quantized(t):
-    """q * s in FP64."""
-    return t.q.double() * t.s.double().repeat_interleave(16, 1)[:, : t.shape[1]]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_those_of_mxfp8(shape, backend):
     M, N, K = shape
     x, w = operands(M, N, K)
@@ -118,35 +94,6 @@ def test_gradients_are_those_of_mxfp8(shape, backend):
     assert sqnr(b.dgrad(g, wq, BF16), oracle.dgrad_mx(*quantize.quantize_activation(g, "mxfp8"), *by_n)) > SQNR_GEMM
     back = quantize.quantize_tokens(quantized(xq).to(BF16), "mxfp8")  # from the saved four bits
     assert sqnr(b.wgrad(g, xq, BF16), oracle.wgrad(*quantize.quantize_tokens(g, "mxfp8"), *back, 32)) > SQNR_GEMM
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_has_the_gradients_of_the_three_products(backend):
-    x, w = operands(40, 96, 160)
-    layer = torch.nn.Linear(160, 96, bias=False, dtype=BF16)
-    layer.__class__, layer.fp8 = Fp8Linear, Fp8State("nvfp4", backend)
-    layer.weight.data.copy_(w)
-    x.requires_grad_()
-    g = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
-    y = layer(x)
-    y.backward(g)
-    b = get_backend(backend)
-    wq, xq = b.quantize_weight_transposed(w, "nvfp4"), b.quantize_activation(x.detach(), "nvfp4")
-    assert torch.equal(y, b.gemm(xq, wq, BF16))
-    assert torch.equal(x.grad, b.dgrad(g, wq, BF16)) and torch.equal(layer.weight.grad, b.wgrad(g, xq, BF16))
-
-
-def test_a_compiled_layer_computes_the_same():
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(100, 96, dtype=BF16)
-        layer.__class__, layer.fp8 = Fp8Linear, Fp8State("nvfp4", "torch")
-        x = torch.randn(7, 100, dtype=BF16, requires_grad=True)
-        y = (torch.compile(layer, backend="aot_eager") if compiled else layer)(x)
-        y.float().square().sum().backward()
-        results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_the_monitor_reads_blocks_of_16():
@@ -162,28 +109,10 @@ def test_the_monitor_reads_blocks_of_16():
 
 # ---- What is refused -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"precision": "fp8-rollout"}, "only an FP8 trainer has it on both sides"),
-        ({"backend": "triton"}, "multiplies other blocks"),
-        ({"fp8_all_gather": True}, "fp8_all_gather=True"),
-    ],
-)
-def test_settings_that_contradict_it(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Config(scale_format="nvfp4", **settings)
-
-
 def test_every_gpu_is_refused():
     for sm in ((9, 0), (10, 0)):
         with pytest.raises(ConfigError, match=r"scale_format='nvfp4': required a CPU, found .*scale_format='pow2'"):
             choose_backend("auto", "cuda", "nvfp4", sm)
-
-
-def test_experts_are_refused():
-    with pytest.raises(ModelError, match="scale_format='nvfp4' does not quantize experts"):
-        check_structure(config_of("qwen3_moe"), Config(scale_format="nvfp4"))
 
 
 def test_no_split_of_a_row_is_accepted():

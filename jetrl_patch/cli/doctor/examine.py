@@ -60,7 +60,7 @@ def show(report: Report, console: Console | None = None) -> None:
         estimate = _table("side", "what", "", "from", title="memory on each rank, an estimate")
         estimate.columns[2].justify = "right"
         for row in report.memory:
-            estimate.add_row(row.side, row.what, "?" if row.bytes is None else _size(row.bytes), escape(row.how))
+            estimate.add_row(row.side, row.what, "?" if row.bytes is None else memory.size(row.bytes), escape(row.how))
         console.print(estimate)
         console.print(f"[dim]{memory.NOT_COUNTED}[/]")
     color = {True: "green", False: "red", None: "magenta"}[report.starts]
@@ -74,13 +74,6 @@ def _table(*columns: str, title: str | None = None) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column(columns[-1], overflow="fold")
     return table
-
-
-def _size(count: float) -> str:
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if abs(count) >= 1 << shift:
-            return f"{count / (1 << shift):.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _patches(report: Report) -> str:

@@ -122,5 +122,13 @@ def _gpu(config: Config) -> float:
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
+def size(count: float) -> str:
+    """A number of bytes, for people."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(count) >= 1 << shift:
+            return f"{count / (1 << shift):.1f} {unit}"
+    return f"{count:.0f} B"
+
+
 def _billions(count: float) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e7 else f"{count:,.0f}"

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jetrl_patch.cli.doctor.memory import MOMENTS, Counted
+from jetrl_patch.cli.doctor.memory import MOMENTS, Counted, size
 from jetrl_patch.config import Config
 from jetrl_patch.config.launches import Layout, Saves
 from jetrl_patch.trainer.rules import Check
@@ -22,21 +22,19 @@ def check_saves(saves: Saves, layout: Layout, model: Counted | None, config: Con
     }
     each = [parts[name] for name in saves.contents]
     checkpoint = None if None in each or model is None else sum(found for found in each if found) * model.parameters
-    final = None if model is None else saves.exported * model.parameters
-    lines, needed = [], 0.0
+    writes = []  # words, bytes, folder
     if saves.when and saves.contents:
         kept = "all of them kept" if saves.kept is None else f"the last {saves.kept} kept"
-        lines.append(f"a checkpoint of {_size(checkpoint)} {saves.when}, {kept}, in {saves.folder}")
-        needed += checkpoint or 0.0
+        words = f"a checkpoint of {_size(checkpoint)} {saves.when}, {kept}, in {saves.folder}"
+        writes.append((words, checkpoint, saves.folder))
     if saves.final:
-        lines.append(f"the model, {_size(final)}, at the end in {saves.final}")
-        needed += final or 0.0
-    where = saves.folder if saves.when else saves.final
-    room = _room(where) if lines else None
-    finding = "; ".join(lines) or "no checkpoint"
+        final = None if model is None else saves.exported * model.parameters
+        writes.append((f"the model, {_size(final)}, at the end in {saves.final}", final, saves.final))
+    finding = "; ".join(words for words, _, _ in writes) or "no checkpoint"
+    room = _room(writes[0][2]) if writes else None
     if room is None:
         yield Check("writes", "ok", finding)
-    elif room < needed:
+    elif room < sum(count or 0.0 for _, count, _ in writes):
         fix = "free some space, write elsewhere, or save less often"
         yield Check("writes", "warning", f"{finding}; the disk has {_size(room)} left here", fix)
     else:
@@ -53,6 +51,4 @@ def _room(folder: str) -> float | None:
 
 
 def _size(count: float | None) -> str:
-    if count is None:
-        return "unknown size"
-    return f"{count / 1e12:.1f} TB" if count >= 1e12 else f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return "unknown size" if count is None else size(count)
