@@ -120,9 +120,6 @@ def check_forward(log_probs: Any) -> None:
 # samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by −log(1 − p(EOS)). The
 # trainer bans EOS there too.
 
-#: value of a banned logit: its exp is 0 as for -inf
-BANNED = -1e30
-
 #: the largest ``min_tokens`` that the trainer reproduces
 MIN_TOKENS = 1
 
@@ -234,6 +231,8 @@ def edit_of(first: Any, stop: Any, placeholders: Any) -> Any:
     (``vision.never_samples``).
     """
     import torch
+
+    from jetrl_patch.exact.support import BANNED
 
     def edit(block: Any, rows: slice) -> Any:
         block = block.index_copy(1, stop, torch.where(first[rows, None], BANNED, block[:, stop]))

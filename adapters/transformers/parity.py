@@ -15,6 +15,7 @@ from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGate
 from jetrl_patch.adapters.transformers.prepare import prepare_model, to_bf16
 from jetrl_patch.exact import modules
 from jetrl_patch.exact.latent import ExactAbsorbed
+from jetrl_patch.exact.logprob import Edit
 from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.exact.ops import token_log_probs
 from jetrl_patch.fp8.convert import expert_modules
@@ -46,10 +47,10 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
     with torch.no_grad():
         for batch in batches:
             with recorder.recording() as chosen:
-                found.append(log_probs(model, batch, job.temperature))
+                found.append(log_probs(model, batch))
             routes += _compared(batch, chosen)
             progress.done(len(found))
-    speed = _speed(model, batches, job.temperature, progress) if job.cost else None
+    speed = _speed(model, batches, progress) if job.cost else None
     return Scored(torch.cat(found).cpu(), speed, routes if routes.compared else None)
 
 
@@ -85,29 +86,27 @@ def _compared(samples: Sequence[Sample], chosen: Mapping[int, Tensor]) -> Routes
     return compare(torch.cat([routes for routes, _ in given]), chosen, torch.cat([own for _, own in given]))
 
 
-def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float, progress: Progress) -> float:
+def _speed(model: Any, batches: Sequence[Sequence[Sample]], progress: Progress) -> float:
     """Tokens per second, prompts included, of forward and backward passes, after one that warms up."""
     progress.stage("timing the trainer", len(batches), "batches")
-    _train(model, batches[0], temperature)
+    _train(model, batches[0])
     begin = time.perf_counter()
     for count, batch in enumerate(batches, 1):
-        _train(model, batch, temperature)
+        _train(model, batch)
         progress.done(count)
     seconds = time.perf_counter() - begin
     return sum(len(s.prompt) + len(s.response) for batch in batches for s in batch) / seconds
 
 
-def _train(model: Any, batch: Sequence[Sample], temperature: float) -> None:
-    log_probs(model, batch, temperature).sum().backward()
+def _train(model: Any, batch: Sequence[Sample]) -> None:
+    log_probs(model, batch).sum().backward()
     model.zero_grad(set_to_none=True)
     if model.device.type == "cuda":
         torch.cuda.synchronize()  # or the clock would stop too early
 
 
-def log_probs(
-    model: Any, samples: Sequence[Sample], temperature: float, formula: Callable[..., Tensor] = token_log_probs
-) -> Tensor:
-    """Return FP32 log-probs [tokens] of the responses of one right-padded batch, from logits by ``formula``."""
+def log_probs(model: Any, samples: Sequence[Sample], formula: Callable[..., Tensor] = token_log_probs) -> Tensor:
+    """Return FP32 log-probs [tokens] of one right-padded batch's responses, from logits by ``formula``, as they were drawn."""
     rows = [[*s.prompt, *s.response[:-1]] for s in samples]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
@@ -122,7 +121,8 @@ def log_probs(
     for row, s in enumerate(samples):
         first = len(s.prompt) - 1
         labels = torch.tensor(s.response, device=model.device)
-        found.append(formula(logits[row, first : first + len(s.response)], labels, temperature))
+        edit = None if s.support is None else s.support.to(model.device).edit
+        found.append(formula(logits[row, first : first + len(s.response)], labels, s.draw.divisor, edit=edit))
     return torch.cat(found)
 
 
@@ -153,14 +153,14 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
     model = load(job)
     ops = [op for op in OPS if op not in _MODULES or op == "attention" or _swapped(model, op)]
     progress.stage("scoring", 2 * len(ops), "trainers")
-    scored, exact_states = _score(model, batches, job.temperature, token_log_probs)
+    scored, exact_states = _score(model, batches, token_log_probs)
     exact, done = _step(scored - rollout, parts, exact_states, exact_states), 1
     progress.done(done)
 
     def measure(stock: Collection[str]) -> Step:
         nonlocal done
         formula = _torch_log_probs if "log-softmax" in stock else token_log_probs
-        scored, states = _score(model, batches, job.temperature, formula)
+        scored, states = _score(model, batches, formula)
         done += 1
         progress.done(done)
         return _step(scored - rollout, parts, states, exact_states)
@@ -206,7 +206,7 @@ def _step(difference: Tensor, parts: Tensor, states: list[Tensor], exact: list[T
 
 @torch.no_grad()
 def _score(
-    model: Any, batches: Sequence[Sequence[Sample]], temperature: float, formula: Callable[..., Tensor]
+    model: Any, batches: Sequence[Sequence[Sample]], formula: Callable[..., Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Log-probs [tokens] of all responses, and the first batch's hidden states [T, H] after each block."""
     first, *others = batches
@@ -218,15 +218,15 @@ def _score(
         states.append(hidden.flatten(0, 1)[places].cpu())
 
     handles = [block.register_forward_hook(keep) for block in model.get_submodule(f"{model.base_model_prefix}.layers")]
-    found = [log_probs(model, first, temperature, formula)]
+    found = [log_probs(model, first, formula)]
     for handle in handles:
         handle.remove()
-    found += [log_probs(model, batch, temperature, formula) for batch in others]
+    found += [log_probs(model, batch, formula) for batch in others]
     return torch.cat(found).cpu(), states
 
 
-def _torch_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    wide = logits.float() / temperature
+def _torch_log_probs(logits: Tensor, labels: Tensor, temperature: float, edit: Edit | None = None) -> Tensor:
+    wide = (logits.float() if edit is None else edit(logits.float(), slice(0, len(logits)))) / temperature
     return torch.log_softmax(wide, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 

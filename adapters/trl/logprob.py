@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.trl import correction
+from jetrl_patch.adapters.trl import correction, support
 from jetrl_patch.adapters.trl.state import ENGINES, Sampled, kind_of, mode_of, run_of
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
@@ -31,8 +31,13 @@ def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @replacement
 def engine_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``VLLMGeneration.generate``: keep the log-probs that ``RLOOTrainer`` leaves, one turn being its whole rollout."""
+    """Wrap ``VLLMGeneration.generate``: keep the log-probs that ``RLOOTrainer`` leaves, one turn being its whole rollout.
+
+    And in exact mode what each token was drawn from, which both trainers leave.
+    """
     found, run = original(self, *args, **kwargs), ENGINES.get(self)
+    if run is not None and session.active_config().exact:
+        run.drawn = support.of_completions(run, found[1], found[3])
     if run is not None and run.keeps_log_probs:
         run.sampled = Sampled([[of_token[0] for of_token in row] for row in found[2]])
     return found
@@ -57,8 +62,9 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     try:
         found = original(self, *args, **kwargs)
         sampled = run.sampled
+        support.add_to(found, run.drawn)
     finally:
-        run.sampled = None
+        run.sampled = run.drawn = None
     if sampled is not None and ROLLOUT not in found:  # RLOO's
         found[ROLLOUT] = _padded(sampled.log_probs, found["completion_ids"])
     run.unchecked = sampled is not None and sampled.left_out
@@ -82,6 +88,12 @@ def per_token_logps(
     """
     run, config = run_of(self), session.active_config()
     sampled = run.sampled
+
+    def compute(rows: Any = slice(None)) -> Any:
+        ids, seen = input_ids[rows], attention_mask[rows]
+        with support.drawn_from(run, ids, seen, logits_to_keep, rows):
+            return original(self, model, ids, seen, logits_to_keep, *args, **kwargs)
+
     if sampled is not None and not sampled.compared:
         sampled.compared = True
         like, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
@@ -90,15 +102,15 @@ def per_token_logps(
             mask = mask * _padded(sampled.model_tokens, like)
         if config.skips_old_pass and not run.audit.failed:
             if rows := _to_audit(self, len(like)):
-                computed, *_ = original(self, model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs)
+                computed, *_ = compute(rows)
                 run.audit.compare(computed, old[rows], mask[rows], config)
             if not run.audit.failed:
                 sampled.left_out = True
                 return old, None, None
-        found = original(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        found = compute()
         run.audit.compare(found[0], old, mask, config)
         return found
-    found = original(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+    found = compute()
     if run.checked is not None:
         run.unchecked = False
         batch = run.checked
@@ -137,9 +149,10 @@ def compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -
     """Wrap ``_compute_loss``: its forward pass is compared with the rollout, if their weights are the same."""
     run = run_of(self)
     current = self.state.global_step == run.sampled_at.get(mode_of(self))
+    run.batch = inputs
     if current and run.compares and ROLLOUT in inputs:
         run.checked = inputs
     try:
         return original(self, model, inputs)
     finally:
-        run.checked = None
+        run.checked = run.batch = None

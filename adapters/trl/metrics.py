@@ -7,10 +7,12 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.trl.state import RUNS, mode_of, run_of
+from jetrl_patch.adapters.trl.support import limited
 from jetrl_patch.measure.mismatch import Applied, merge
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.audit import step_metrics, sync_metrics
+from jetrl_patch.trainer.support import MISMATCH
 
 
 @replacement
@@ -18,12 +20,14 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
     """Wrap a trainer's ``log``, which all ranks call: the figures since the last line go where TRL's own do."""
     from accelerate.utils import gather_object
 
-    run = run_of(self)
+    run, config = run_of(self), session.active_config()
     reports = gather_object([{"audit": run.audit.report(), "synced": run.synced, "corrected": run.corrected}])
     run.synced, run.corrected = [], []
     metrics: dict[str, float] = {}
     if (found := run.audit.merged(reports)) is not None:
-        metrics |= step_metrics(found[0], found[1] if session.active_config().skips_old_pass else {})
+        metrics |= step_metrics(found[0], found[1] if config.skips_old_pass else {})
+        if limited(self.args) and not config.exact:
+            metrics[MISMATCH] = 1.0
     if corrected := [applied for report in reports for applied in report["corrected"]]:
         metrics |= merge(Applied, corrected).as_metrics()
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:

@@ -7,7 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import loop, session
-from jetrl_patch.adapters.trl import compat, correction, settings
+from jetrl_patch.adapters.trl import compat, correction, settings, support
 from jetrl_patch.adapters.trl.state import BUILDING, ENGINES, RUNS, Run
 from jetrl_patch.config import environment
 from jetrl_patch.config.following import end_with
@@ -184,5 +184,7 @@ class ExactLogProbs:
             required, fix = "logits that lm_head's weight alone computes", "use align='linear' for this model"
             raise ModelError(explain("align='exact' in TRL", required=required, found=", ".join(found), fix=fix))
         product = ops.head_linear_fp32 if session.active_config().fp32_head else ops.linear
-        log_probs, entropy = chunked_log_probs(hidden, weight, targets, product, temperature, whole=maybe_gather_lm_head_ctx)
+        log_probs, entropy = chunked_log_probs(
+            hidden, weight, targets, product, temperature, whole=maybe_gather_lm_head_ctx, edit=support.edit_of(hidden)
+        )
         return log_probs, entropy if "entropy" in outputs else None, None, None, None

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.trl import compat, logprob, metrics, model, sync, vision
+from jetrl_patch.adapters.trl import compat, logprob, metrics, model, support, sync, vision
 from jetrl_patch.adapters.trl.state import TRAINERS
 from jetrl_patch.patching.guards import check_version
 from jetrl_patch.patching.patch import needed
@@ -80,6 +80,12 @@ PATCHES: tuple[Patch, ...] = (
         _GENERATION, "VLLMGeneration.generate", logprob.engine_generate,
         reason="RLOO drops the rollout's log-probs, so nothing could be compared with the policy's",
         remove_when="TRL's RLOOTrainer keeps the rollout's log-probs",
+    ),
+    Patch(
+        _GENERATION, "extract_logprobs", support.extract_logprobs,
+        when=lambda config: config.exact,
+        reason="TRL does not keep which tokens top_k, top_p and min_p left, which the trainer must leave too",
+        remove_when="TRL's trainers keep vLLM's sampling masks, and compute log-probs with them",
     ),
     Patch(
         _GENERATION, "VLLMGeneration._iter_named_params", sync.iter_named_params,

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.trl import compat, correction
+from jetrl_patch.adapters.trl import compat, correction, support
 from jetrl_patch.adapters.trl.state import TRAINERS, kind_of
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import is_vision_language
+from jetrl_patch.trainer import support as trainer_support
 from jetrl_patch.trainer.foreign import PACKAGES
 from jetrl_patch.trainer.preflight import checkpoint_problems, model_problems, say_share
 from jetrl_patch.trainer.rules import (
@@ -45,10 +46,6 @@ def _is_divided_otherwise(value: Any) -> bool:
     return value != 1 and compat.divides_by_temperature()
 
 
-def _limits_tokens(value: Any) -> bool:
-    return value not in (None, 0, 0.0, -1)
-
-
 def _changes_weights(settings: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed would compute with other weights than the plugin's layers."""
     unsupported = ("compile", "compression_training", "quantize_training", "tensor_parallel")
@@ -81,9 +78,6 @@ RULES: tuple[Rule, ...] = (
     Rule("cast_lm_head_to_fp32", is_set, "the plugin's FP32 lm_head", "use head_dtype='float32'", "quantized", ConflictError),
     Rule("neftune_noise_alpha", is_set, "embeddings without noise, as in the rollout", "unset it", "exact"),
     Rule("sync_ref_model", is_set, f"a fixed reference model {_UNTESTED}", "set it to False", "quantized"),
-    Rule("top_p", other_than(1), _LOGITS, "set it to 1.0", "exact"),
-    Rule("top_k", _limits_tokens, _LOGITS, "set it to 0", "exact"),
-    Rule("min_p", _limits_tokens, _LOGITS, "unset it", "exact"),
     Rule("repetition_penalty", other_than(1), _LOGITS, "set it to 1.0", "exact"),
     Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
     Rule("generation_kwargs", _edits_logits, f"none but {', '.join(sorted(HARMLESS))}", "drop the others", "exact"),
@@ -129,6 +123,11 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     if args is not None:
         yield from correction.problems(args, kind, config)
     configuration = kind.replace("Trainer", "Config")
+    if args is not None:
+        tools, ratio = tools_of(arguments), "vllm_importance_sampling_correction"
+        corrected = ratio if getattr(args, ratio, False) else ""
+        needs = support.lacking(args, tools)
+        yield from trainer_support.problems(support.limited(args), config, f"{configuration}'s {{}}".format, needs, corrected)
     if args is None and config.quantized_rollout:
         required, fix = f"a {configuration} with use_vllm=True", "pass one as args"
         yield ConfigError(explain(kind, required=required, found="none", fix=fix))

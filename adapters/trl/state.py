@@ -13,6 +13,7 @@ from jetrl_patch.trainer.source import Source
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.trl.server import Server
+    from jetrl_patch.exact.support import Support
 
 #: module -> class of each trainer that is patched
 TRAINERS = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
@@ -52,6 +53,8 @@ class Run:
         compares: whether updates compare the batch, because no pass over it has run.
         unchecked: whether a pass was left out and no update has compared anything since.
         audit: the comparisons since the last log line.
+        drawn: in ``_generate_and_score_completions``, what each completion's tokens were drawn from; None if from all tokens.
+        batch: the batch in ``_compute_loss``.
         corrected: what the correction did to batches since the last log line, if it has a name here.
         synced: the figures of the weight syncs since the last log line.
     """
@@ -68,6 +71,8 @@ class Run:
     compares: bool = False
     unchecked: bool = False
     audit: Audit = field(default_factory=Audit)
+    drawn: list[Support] | None = None
+    batch: dict[str, Any] | None = None
     corrected: list[Any] = field(default_factory=list)
     synced: list[dict[str, Any]] = field(default_factory=list)
 

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 # log-softmax, all in FP32. verl's trainer divides BF16 logits in BF16. Its formula depends on the dtype (log-probs rounded to
 # BF16 for BF16 logits, ``x − logsumexp`` for FP32 logits), and it uses the whole vocabulary.
 
-#: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
-BANNED = -1e30
-
 #: keys of a micro-batch that make verl use the logits for something other than log-probs
 _OTHER_READERS = ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
 
@@ -156,6 +153,8 @@ def _mask(width: int, tail: int, banned: tuple[int, ...], device: Any) -> Any:
 def ban(logits: Any, outside: Any) -> Any:
     """Remove tokens (``banned_columns``) from the distribution of logits [..., V]. Returns the same tensor if there are none."""
     import torch
+
+    from jetrl_patch.exact.support import BANNED
 
     if outside is None:
         return logits

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch import session
+from jetrl_patch.adapters.vllm import compat, support
 from jetrl_patch.adapters.vllm.fixes import FIXES
 from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, Patch, Rollout
@@ -153,6 +154,26 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+_MASKS = "vLLM's V1 model runner returns sampling masks, also of requests with top_p and no top_k, or is gone"
+#: in every mode, of releases whose engines can return sampling masks
+RECORDING: tuple[Patch, ...] = (
+    Patch(
+        "vllm.v1.sample.sampler", "Sampler.sample", support.sampler_sample,
+        reason="the V1 model runner does not say which tokens top_k, top_p and min_p left, which the trainer must leave too",
+        remove_when=_MASKS,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", support.sample_tokens,
+        reason="the output of the V1 model runner has a field for these tokens, which the runner leaves empty",
+        remove_when=_MASKS,
+    ),
+    Patch(
+        "vllm.v1.core.sched.scheduler", "Scheduler.__init__", support.scheduler_init,
+        reason="return_sampling_mask=True would refuse the V1 model runner, and requests without a top_k",
+        remove_when=_MASKS,
+    ),
+)
+
 
 class VllmAdapter(Adapter):
     """Patches vLLM and fills its registries."""
@@ -196,7 +217,7 @@ class VllmAdapter(Adapter):
                 prepare_worker(worker, *self._session)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        return needed((*PATCHES, *FIXES), config)
+        return needed((*PATCHES, *(RECORDING if compat.returns_masks() else ()), *FIXES), config)
 
 
 ADAPTER = VllmAdapter()

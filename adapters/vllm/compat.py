@@ -20,9 +20,14 @@ _RETURNS = Difference(
     "vllm.config.ModelConfig.enable_return_routed_experts", changed_in="0.31", added=False,
     handled="since then only the newer model runner returns experts, and it does not run on CPUs: handled as before 0.28",
 )  # fmt: skip
+_MASKS = Difference(
+    "vllm.v1.outputs.ModelRunnerOutput.sampling_masks", changed_in="0.28", added=True,
+    handled="older engines cannot return which tokens top_k, top_p or min_p left: exact mode refuses these",
+)  # fmt: skip
 
 DIFFERENCES = (
     _ASKS,
+    _MASKS,
     _RETURNS,
     Difference(
         "vllm.config.PassConfig.enable_sp", changed_in="0.32", added=False,
@@ -97,6 +102,20 @@ def routes_error(what: str = "enable_return_routed_experts with a quantized roll
     wanted = f"vllm>={_ASKS.changed_in},<{_RETURNS.changed_in}"
     fix = f"install {wanted}, with which verl runs too, or set measure_routes=False and router_replay='none'"
     return VersionError(explain(what, required=wanted, found=found, fix=fix))
+
+
+def returns_masks() -> bool:
+    """Whether this vLLM can return the tokens that each token was drawn from. Does not import vLLM."""
+    found = installed_version("vllm")
+    return found is not None and _MASKS.is_in(found)
+
+
+def masks_error(what: str) -> VersionError | None:
+    """Return the error if it cannot, for a setting ``what`` that needs them; else None."""
+    if returns_masks():
+        return None
+    wanted, fix = f"vllm>={_MASKS.changed_in}, which can return the tokens that it draws from", "install it, or drop these"
+    return VersionError(explain(what, required=wanted, found=installed_version("vllm") or "none", fix=fix))
 
 
 def delta_net_problems(vllm_config: VllmConfig) -> list[str]:

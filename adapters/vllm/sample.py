@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jetrl_patch.adapters.vllm.arguments import argument_problems, check_kv_cache
-from jetrl_patch.adapters.vllm.compat import routes_error
+from jetrl_patch.adapters.vllm.compat import masks_error, routes_error
 from jetrl_patch.adapters.vllm.orders import join
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
+from jetrl_patch.exact.support import Support
+from jetrl_patch.measure.parity import STOCK, Draw, Sample, Sampled, make_prompts
 from jetrl_patch.measure.pictures import MOST_PICTURES, Picture, noise, place_pictures
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, placeholders
 from jetrl_patch.progress import SILENT
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
-__all__ = ["argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "routes_error", "sample"]
+__all__ = [
+    "argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "masks_error", "routes_error", "sample",
+]  # fmt: skip
 
 #: the engine's share of a GPU's memory; the rest is for the trainer's weights and gradients, in the same process
 SHARE = 0.4
@@ -38,9 +42,8 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     If the cost is measured, the clock starts after one discarded batch, which compiles and warms caches.
     """
     progress.stage("loading the engine")
-    if job.temperature < LEAST_TEMPERATURE:
-        fix = "choose a higher one"
-        raise ConfigError(explain("--temperature", required=REQUIRED_TEMPERATURE, found=job.temperature, fix=fix))
+    for draw in job.draws:
+        check_draw(draw, job)
     hf_config = _config(job.model)
     text = hf_config.get_text_config()
     pictures = make_pictures(job.model) if is_vision_language(hf_config) else []
@@ -68,13 +71,14 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
         samples: list[Sample] = []
         if job.cost:
             progress.stage("warming up the engine")
-            generate(engine, prompts[: job.batch], job.length, job.temperature, shown)
+            generate(engine, prompts[: job.batch], job.length, job.draws, shown)
         progress.stage("sampling", total := -(-job.tokens // (job.batch * job.length)), "batches")
         begin, count = time.perf_counter(), 0
         while count < job.tokens:
             batch = [(len(samples) + i) % len(prompts) for i in range(job.batch)]
             asked, seen = [prompts[i] for i in batch], [shown[i] for i in batch]
-            samples += generate(engine, asked, job.length, job.temperature, seen)
+            turn = len(samples) % len(job.draws)
+            samples += generate(engine, asked, job.length, (*job.draws[turn:], *job.draws[:turn]), seen)
             progress.done(min(len(samples) // job.batch, total))  # responses that end early take more
             count = sum(len(s.response) for s in samples)
         return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
@@ -136,36 +140,68 @@ def execution(engine: Any) -> str:
     return "graphs" if chosen.cudagraph_mode else "eager"
 
 
-def generate(
-    engine: Any, prompts: list[list[int]], length: int, temperature: float, pictures: Sequence[Sequence[Picture]] = ()
-) -> list[Sample]:
-    """Generate responses of ``length`` tokens for all prompts at once. ``pictures`` are those of each prompt, see ``Sample``.
+def check_draw(draw: Draw, job: Job) -> None:
+    """Raise ConfigError for numbers that vLLM refuses, VersionError if it cannot return the tokens that it draws from."""
+    limits = {
+        "--temperature": (draw.temperature, draw.temperature >= LEAST_TEMPERATURE, REQUIRED_TEMPERATURE),
+        "--top-k": (draw.top_k, draw.top_k >= 0, "0 (all tokens) or more"),
+        "--top-p": (draw.top_p, 0 < draw.top_p <= 1, "more than 0 and at most 1"),
+        "--min-p": (draw.min_p, 0 <= draw.min_p <= 1, "0 to 1"),
+    }
+    for name, (found, good, required) in limits.items():
+        if not good:
+            raise ConfigError(explain(name, required=required, found=found, fix="choose another one"))
+    if draw.limited:
+        if job.stock is not None:
+            required, fix = "requests that may draw all tokens", "drop --top-k, --top-p and --min-p"
+            raise ConfigError(explain("--stock", required=required, found="others", fix=fix))
+        if (error := masks_error("--top-k, --top-p and --min-p")) is not None:
+            raise error
 
-    A response ends early with a token that stands for an image or a video, because the trainer would look for its pixels.
+
+def generate(
+    engine: Any, prompts: list[list[int]], length: int, draws: float | Sequence[Draw], pictures: Sequence[Sequence[Picture]] = ()
+) -> list[Sample]:
+    """Generate responses of ``length`` tokens for all prompts at once.
+
+    The prompts take the ``draws`` in turn; a number is a temperature. ``pictures`` are those of each prompt, see ``Sample``. A
+    response ends early with a token that stands for an image or a video, because the trainer would look for its pixels.
     """
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        max_tokens=length,
-        logprobs=0,
-        ignore_eos=True,
-        detokenize=False,
-        stop_token_ids=placeholders(engine.model_config.hf_config),
-    )
+    stops = placeholders(engine.model_config.hf_config)
+    fixed: dict[str, Any] = {"max_tokens": length, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    draws = [Draw(temperature=draws)] if isinstance(draws, float) else draws
+    taken = [draws[i % len(draws)] for i in range(len(prompts))]
+    params = [SamplingParams(**asdict(draw), **fixed, stop_token_ids=stops) for draw in taken]
     pictures = pictures or [()] * len(prompts)
     asked: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in prompts]
     for request, seen in zip(asked, pictures):
         if seen:
             request["multi_modal_data"] = {"image": [picture.image for picture in seen]}
     samples = []
-    for output, seen in zip(engine.generate(asked, params, use_tqdm=False), pictures):
+    for output, seen, draw in zip(engine.generate(asked, params, use_tqdm=False), pictures, taken):
         prompt = list(output.prompt_token_ids)  # with all tokens of each image
         response = list(output.outputs[0].token_ids)
         log_probs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)]
         routes = _routes(output.outputs[0], len(prompt) + len(response) - 1)
-        samples.append(Sample(prompt, response, log_probs, routes, seen))
+        samples.append(Sample(prompt, response, log_probs, routes, seen, draw, support_of(output.outputs[0], draw)))
     return samples
+
+
+def support_of(output: Any, draw: Draw) -> Support | None:
+    """The tokens that those of one ``CompletionOutput`` were drawn from; None if from all.
+
+    Raises ConfigError if the engine did not return them, AuditError if it returned those of other tokens.
+    """
+    if not draw.limited:
+        return None
+    masks = getattr(output, "sampling_mask", None)
+    if masks is None:
+        what, required = "top_k, top_p and min_p in a rollout", "an engine that returns the tokens that it draws from"
+        fix = "set logprobs_mode='processed_logprobs', and VLLM_USE_V2_MODEL_RUNNER=0"
+        raise ConfigError(explain(what, required=required, found="no sampling_mask", fix=fix))
+    return Support.of(masks.token_ids).require(torch.tensor(output.token_ids), "vLLM's responses")
 
 
 def _routes(output: Any, tokens: int) -> torch.Tensor | None:

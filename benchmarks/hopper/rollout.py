@@ -132,7 +132,7 @@ def serve(ours: Job, loads: Sequence[Load]) -> list[Row]:
         for _ in range(1 + ROUNDS):
             for tokens, seconds in turns.items():
                 start = time.perf_counter()
-                generate(engine, prompts, tokens, ours.temperature)
+                generate(engine, prompts, tokens, ours.draws)
                 seconds.append(time.perf_counter() - start)
         first, whole = (statistics.median(seconds[1:]) for seconds in turns.values())  # the first turn warms up
         decode = requests * (response - 1) / (whole - first) if whole > first else math.nan

@@ -288,21 +288,25 @@ LogitsOf = Callable[[Tensor, Tensor], Tensor]
 Whole = Callable[[Tensor], contextlib.AbstractContextManager[Any]]
 
 
-def _scored(logits_tV: Tensor, labels_t: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of labels, and entropies, FP32 [t]."""
-    logits_tV = logits_tV.float()
+def _scored(
+    logits_tV: Tensor, labels_t: Tensor, temperature: float | Tensor, edit: Edit | None, at: slice
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of labels, and entropies, FP32 [t], of the rows ``at``."""
+    logits_tV = _edited(logits_tV, edit, at)
     every_tV = log_softmax(logits_tV, divisor(temperature, logits_tV))
     return pick(every_tV, labels_t), -(every_tV.exp() * every_tV).sum(-1)
 
 
-def _differentiate(z_tV: Tensor, labels_t: Tensor, temperature: float | Tensor, grads: Sequence[Tensor | None]) -> None:
+def _differentiate(
+    z_tV: Tensor, labels_t: Tensor, temperature: float | Tensor, edit: Edit | None, at: slice, grads: Sequence[Tensor | None]
+) -> None:
     """Overwrite logits with their gradient, from those of ``_scored``."""
-    logits, alone = z_tV.detach().requires_grad_(), grads[1] is None and _kernel_takes(z_tV)
+    logits, alone = z_tV.detach().requires_grad_(), grads[1] is None and edit is None and _kernel_takes(z_tV)
     with torch.enable_grad():
         if alone:  # without entropies a kernel does it in one pass
             outputs = token_log_probs(logits, labels_t, temperature, reuse=True), None
         else:
-            outputs = _scored(logits, labels_t, temperature)
+            outputs = _scored(logits, labels_t, temperature, edit, at)
     given = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
     (found,) = torch.autograd.grad([out for out, _ in given], logits, [grad for _, grad in given])
     if not alone:
@@ -312,14 +316,15 @@ def _differentiate(z_tV: Tensor, labels_t: Tensor, temperature: float | Tensor, 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, logits_of: LogitsOf, temperature: float | Tensor, rows: int,
-        whole: Whole,
+        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, logits_of: LogitsOf, temperature: float | Tensor,
+        edit: Edit | None, rows: int, whole: Whole,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_TK, w_VK, labels_T)
-        ctx.logits_of, ctx.temperature, ctx.rows, ctx.whole = logits_of, temperature, rows, whole
-        pieces = zip(h_TK.split(rows), labels_T.split(rows), strict=True)
-        chosen, entropies = zip(*(_scored(logits_of(h, w_VK), labels, temperature) for h, labels in pieces), strict=True)
+        ctx.logits_of, ctx.temperature, ctx.edit, ctx.rows, ctx.whole = logits_of, temperature, edit, rows, whole
+        parts = [slice(start, min(start + rows, len(h_TK))) for start in range(0, max(1, len(h_TK)), rows)]
+        scored = (_scored(logits_of(h_TK[at], w_VK), labels_T[at], temperature, edit, at) for at in parts)
+        chosen, entropies = zip(*scored, strict=True)
         return torch.cat(chosen), torch.cat(entropies)
 
     @staticmethod
@@ -343,13 +348,13 @@ class _Chunked(torch.autograd.Function):
             for first in range(0, dz_tV.shape[0], ctx.rows):
                 at = slice(start + first, min(start + first + ctx.rows, part.stop))
                 grads = [None if grad is None else grad[at] for grad in grad_outputs]
-                _differentiate(dz_tV[first : first + ctx.rows], labels_T[at], ctx.temperature, grads)
+                _differentiate(dz_tV[first : first + ctx.rows], labels_T[at], ctx.temperature, ctx.edit, at, grads)
             found = list(torch.autograd.grad(z_tV, [tensor for tensor in (h, w) if tensor.requires_grad], dz_tV))
             if dh is not None:
                 dh[part] = found.pop(0)
             if wants_w:  # FP32, because a BF16 sum would round after each block
                 dw = found.pop(0) if dw is None else dw.float().add_(found.pop(0))
-        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None, None, None
+        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None, None, None, None
 
 
 def chunked_log_probs(
@@ -360,14 +365,16 @@ def chunked_log_probs(
     temperature: float | Tensor = 1.0,
     rows: int = ROWS,
     whole: Whole = contextlib.nullcontext,
+    edit: Edit | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FP32 log-probs of ``labels`` [...] and entropies [...], from hidden states [..., K] and the head's weight [V, K].
 
     Args:
         temperature: one number for all rows.
+        edit: as in ``token_log_probs``. Entropies are those of the edited distributions.
         rows: t. The results do not depend on it if the rows of ``logits_of`` are independent.
         whole: gathers the weight for the backward pass, if it is sharded in between.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    chosen, entropy = _Chunked.apply(flat, w_VK, labels.reshape(-1), logits_of, temperature, rows, whole)
+    chosen, entropy = _Chunked.apply(flat, w_VK, labels.reshape(-1), logits_of, temperature, edit, rows, whole)
     return chosen.view(labels.shape), entropy.view(labels.shape)

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,30 @@ from jetrl_patch.models.structure import check_structure
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from jetrl_patch.exact.support import Support
     from jetrl_patch.measure.routes import Routes
 
 # ---- What the two sides return: samples from the rollout, scores from the trainer ----------------
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How the tokens of a request are drawn: vLLM's ``SamplingParams`` of these names, and its defaults."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def divisor(self) -> float:
+        """By what vLLM divides the logits whose log-probs it returns. Greedy requests keep theirs."""
+        return self.temperature or 1.0
+
+    @property
+    def limited(self) -> bool:
+        """Whether tokens are left out. Of a greedy request vLLM drops these numbers."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -32,7 +53,8 @@ class Sample:
 
     ``routes`` are the experts chosen for every token but the last, which never enters the model: int64 [tokens, layers, k], or
     None if the engine returned no routes. ``pictures`` are the images of the prompt, in order, which holds a placeholder for each
-    of their tokens. A comparison of samples ignores both.
+    of their tokens. ``support`` holds the tokens that each token was drawn from, if ``draw`` leaves some out. A comparison of
+    samples ignores all of these.
     """
 
     prompt: list[int]
@@ -40,6 +62,8 @@ class Sample:
     log_probs: list[float]
     routes: Tensor | None = field(default=None, compare=False)
     pictures: Sequence[Picture] = field(default=(), compare=False)
+    draw: Draw = field(default=Draw(), compare=False)
+    support: Support | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -232,7 +256,7 @@ class Job:
         batch: requests per batch.
         tokens: minimum number of response tokens.
         length: tokens per response.
-        temperature: sampling temperature, also applied to the log-probs.
+        draws: how tokens are drawn; requests take these in turn.
         seed: seed of prompts and sampling.
         prompts: text file with one prompt per line, or None.
         prompt_tokens: maximum length of a prompt; longer ones are cut.
@@ -248,7 +272,7 @@ class Job:
     batch: int = 32
     tokens: int = 2048
     length: int = 64
-    temperature: float = 1.0
+    draws: tuple[Draw, ...] = (Draw(),)
     seed: int = 0
     prompts: str | None = None
     prompt_tokens: int = 256
@@ -276,6 +300,13 @@ class Job:
     def promises_equality(self) -> bool:
         """Whether a difference in this mode is a failure."""
         return self.config.exact
+
+
+def in_turn(numbers: Mapping[str, Sequence[float]]) -> tuple[Draw, ...]:
+    """The draws of successive requests, from the numbers that each field of ``Draw`` takes in turn."""
+    count = math.lcm(*map(len, numbers.values()))
+    every = ({name: values[i % len(values)] for name, values in numbers.items()} for i in range(count))
+    return tuple(Draw(**fields) for fields in every)  # type: ignore[arg-type]
 
 
 def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:

@@ -25,10 +25,13 @@ pytestmark = [needs_trl, pytest.mark.timeout(2 * LIMIT)]
 
 UNIFIED = {"precision": "fp8-unified"}
 LINEAR = {**UNIFIED, "align": "linear"}
+LIMITS = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
+UNCORRECTED = {"vllm_importance_sampling_correction": False}
 
 #: why a setting needs no rule -> settings
 HARMLESS = {
     "weighs a loss of the trainer's own experts": "router_aux_loss_coef",
+    "the trainer leaves out what the rollout left out, or a correction is refused": "top_p top_k min_p",
     "read where it is needed": "vllm_mode trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
     "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
     "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 fp16 "
@@ -75,8 +78,23 @@ HARMLESS = {
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] = [
     (UNIFIED, {}, {}, None),
     (UNIFIED, {"temperature": 0.7, "generation_kwargs": {"seed": 3, "stop": ["."]}, "top_k": -1, "min_p": 0.0}, {}, None),
+    (UNIFIED, LIMITS, {}, None),
+    (UNIFIED, {**LIMITS, "vllm_mode": "server"}, {},
+     "ConfigError: GRPOConfig's top_p and GRPOConfig's top_k and GRPOConfig's min_p with precision='fp8-unified', "
+     "align='exact': required vllm_mode='colocate', found top_p=0.9, top_k=20, min_p=0.1. Change that, set top_p to 1, "),
+    (UNIFIED, {"top_k": 20}, {"tools": [1]}, "ConfigError: GRPOConfig's top_k with precision='fp8-unified', align='exact': "
+     "required no tools or environments, found top_k=20. "),
+    (LINEAR, {**LIMITS, **UNCORRECTED}, {}, None),
+    (LINEAR, LIMITS, {"rloo": True}, None),
+    *(
+        (mode, {"top_p": 0.9}, {}, f"ConfigError: GRPOConfig's top_p with precision='{mode['precision']}', align='{align}': "
+         "required a rollout that may draw every token, as the trainer assumes, for the ratios of "
+         "vllm_importance_sampling_correction, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, turn the correction "
+         "off, or use align='exact'.")
+        for mode, align in ((LINEAR, "linear"), ({"precision": "bf16"}, "none"), ({"precision": "fp8-rollout"}, "none"))
+    ),
     ({"precision": "bf16"}, {"use_vllm": False, "top_p": 0.9, "fp16": True}, {"peft_config": 1}, None),
-    (LINEAR, {"top_p": 0.9, "use_liger_kernel": True, "generation_kwargs": {"logit_bias": {}}}, {}, None),
+    (LINEAR, {"use_liger_kernel": True, "generation_kwargs": {"logit_bias": {}}}, {}, None),
     (UNIFIED, {"model_init_kwargs": {"dtype": "bfloat16"}}, {}, None),
     *(
         (UNIFIED, {name: value}, {}, f"{kind}: GRPOConfig's {name} with precision='fp8-unified', align='exact': required ")
@@ -86,8 +104,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
             ("torch_compile", True, "ConfigError"),
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
             ("neftune_noise_alpha", 5.0, "ConfigError"),
-            ("sync_ref_model", True, "ConfigError"), ("top_p", 0.9, "ConfigError"), ("top_k", 20, "ConfigError"),
-            ("min_p", 0.1, "ConfigError"), ("repetition_penalty", 1.1, "ConfigError"),
+            ("sync_ref_model", True, "ConfigError"), ("repetition_penalty", 1.1, "ConfigError"),
             ("vllm_structured_outputs_regex", "a", "ConfigError"), ("generation_kwargs", {"logit_bias": {1: 2}}, "ConfigError"),
             ("temperature", 0.001, "ConfigError"), ("model_init_kwargs", {"use_kernels": True}, "ConfigError"),
             ("model_init_kwargs", {"dtype": "float16"}, "ConfigError"), ("bf16_full_eval", True, "ConfigError"),
@@ -116,7 +133,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     ({"precision": "bf16"}, {"vllm_importance_sampling_clip_max": 0.5}, {}, None),
     ({"precision": "fp8-rollout", "correction": "tis", "acr": True}, {}, {}, "ConfigError: acr with TRL: required no such"),
     ({**LINEAR, "invariant_scale": 1.5}, {}, {"peft_config": 1}, "ConfigError: invariant_scale with peft_config: required no "),
-    (UNIFIED, {"top_p": 0.9}, {"rloo": True}, "ConfigError: RLOOConfig's top_p with precision='fp8-unified', align='exact': "),
+    (UNIFIED, {"repetition_penalty": 1.1}, {"rloo": True},
+     "ConfigError: RLOOConfig's repetition_penalty with precision='fp8-unified', align='exact': "),
     ({"precision": "fp8-rollout", "correction": "tis"}, {}, {"rloo": True},
      "ConfigError: correction='tis' with RLOOTrainer: required a loss with importance weights, found none in TRL."),
     ({**UNIFIED, "sync": "delta"}, {}, {}, "ConfigError: sync with TRL: required no such setting, found 'delta'. Leave it unset"),
@@ -158,7 +176,10 @@ def test_the_configuration_for_eight_gpus_would_start(said: dict[str, Any]) -> N
     ("given", "ends"),
     [
         ({}, ["a run would start"]),
-        ({"top_p": 0.9, "use_liger_kernel": True}, ["problem: ConflictError: ", "problem: ConfigError: ", "2 problem(s)"]),
+        (
+            {"repetition_penalty": 1.1, "use_liger_kernel": True},
+            ["problem: ConflictError: ", "problem: ConfigError: ", "2 problem(s)"],
+        ),
     ],
 )
 def test_the_doctor_follows_a_script_to_its_trainer(tmp_path: Path, given: dict[str, Any], ends: list[str]) -> None:

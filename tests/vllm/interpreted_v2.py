@@ -7,7 +7,6 @@ off, so a module with another answer stands in for the one that decides. Nothing
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ from triton.language.extra import libdevice
 import jetrl_patch
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.measure.parity import Job, Sample
+from jetrl_patch.measure.parity import Draw, Job, Sample
 
 from .. import vision_models
 from .test_exact import apart, assert_equal, of_one_prefix, prompts_of, scored_apart, split_prompts
@@ -81,7 +80,7 @@ def test_every_log_prob_is_the_trainers(checkpoint: Any, engine: Any, cached: bo
     llm = on_v2_runner(engine(job))
     for temperature in (1.0, 0.7):
         samples = sampled(llm, temperature, length=length)
-        assert_equal(replace(job, temperature=temperature), samples, tokens=41 * length)
+        assert_equal(job, samples, tokens=41 * length)
 
 
 def test_neither_kernel_runs(checkpoint: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +101,8 @@ def test_neither_kernel_runs(checkpoint: Any, engine: Any, monkeypatch: pytest.M
         (found,) = output.outputs
         chosen = [entry[token].logprob for entry, token in zip(found.logprobs, found.token_ids, strict=True)]
         routes = torch.from_numpy(found.routed_experts.astype("int64"))
-        sample = Sample(prompt, list(found.token_ids), chosen, routes)
-        difference, experts = scored_apart(replace(job, temperature=t or 1.0), [sample])
+        sample = Sample(prompt, list(found.token_ids), chosen, routes, draw=Draw(temperature=t))
+        difference, experts = scored_apart(job, [sample])
         assert difference.tokens == 5 and difference.bit_equal_fraction == 1.0
         assert experts is not None and experts.compared > 5 and experts.differ == 0
 

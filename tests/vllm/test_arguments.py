@@ -15,7 +15,7 @@ from jetrl_patch import ConfigError, ConflictError, ModelError, session
 from jetrl_patch.adapters.vllm.arguments import _VALUES, FREE, KERNELS, argument_problems
 from jetrl_patch.adapters.vllm.sample import sample
 from jetrl_patch.config import Config
-from jetrl_patch.measure.parity import Job
+from jetrl_patch.measure.parity import Draw, Job
 from jetrl_patch.models.structure import EXPERTS
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE
 from tests.models import config_of
@@ -58,7 +58,7 @@ def test_the_lowest_temperature_is_vllms() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.0099])
 def test_parity_samples_at_no_other_temperature_than_it_scores(temperature: float) -> None:
     with pytest.raises(ConfigError, match=rf"--temperature: required at least 0.01.*found {temperature}\. Choose"):
-        sample(Job(model="", config=Config(), temperature=temperature))
+        sample(Job(model="", config=Config(), draws=(Draw(temperature=temperature),)))
 
 
 def test_vllm_looks_for_experts_under_the_same_keys() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.measure.mismatch import Mismatch, mismatch
-from jetrl_patch.measure.parity import Job, Sample
+from jetrl_patch.measure.parity import Draw, Job, Sample
 from jetrl_patch.measure.routes import Routes
 
 from .. import models
@@ -58,7 +58,7 @@ def run(make: Callable[..., Any], job: Job, batches: Sequence[tuple[int, int]], 
     samples: list[Sample] = []
     for size, times in batches:
         for turn in range(times):
-            samples += generate(llm, prompts_of(size, (1, 40), seed=100 * size + turn), length, job.temperature)
+            samples += generate(llm, prompts_of(size, (1, 40), seed=100 * size + turn), length, job.draws)
     return samples
 
 
@@ -239,10 +239,10 @@ def test_temperature(checkpoint: Callable[..., str], engine: Callable[..., Any],
     """Processed log-probs are those of the divided logits, raw ones those at temperature 1."""
     jetrl_patch.enable(precision="fp8-unified")
     mode = (("logprobs_mode", "raw_logprobs"),) if raw else ()
-    job = Job(model=checkpoint("llama"), config=jetrl_patch.status().config, temperature=temperature, engine=mode)
+    draws = (Draw(temperature=temperature),)
+    job = Job(model=checkpoint("llama"), config=jetrl_patch.status().config, draws=draws, engine=mode)
     samples = run(engine, job, [(16, 1)], 12)
-    scored = Job(model=job.model, config=job.config, temperature=1.0 if raw else temperature)
-    assert_equal(scored, samples, tokens=192)
+    assert_equal(job, [replace(sample, draw=Draw()) for sample in samples] if raw else samples, tokens=192)
 
 
 def test_excluded_layers_are_exact_too(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, check_target, writing
-from jetrl_patch.measure.parity import BY_DEFAULT, PARTS, STOCK, Job, check_model, choose, chosen
+from jetrl_patch.measure.parity import BY_DEFAULT, PARTS, STOCK, Draw, Job, check_model, choose, chosen, in_turn
 from jetrl_patch.native.machine import require_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import Display
@@ -75,8 +75,9 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             check_model(options.model, configs, options.tp)
         except ModelError as error:
             raise ModelError(f"--explain compares trainers with an exact rollout. {error} Then run without --explain.") from None
-    names = ("model", "cost", "explain", "tp", "batch", "tokens", "length", "temperature", "seed", "prompts", "prompt_tokens")
+    names = ("model", "cost", "explain", "tp", "batch", "tokens", "length", "seed", "prompts", "prompt_tokens")
     shared: dict[str, Any] = {name: getattr(options, name) for name in names} | {"engine": _engine(options.engine)}
+    shared["draws"] = in_turn({item.name: getattr(options, item.name) for item in fields(Draw)})
     jobs = [Job(config=STOCK[name].config(), stock=name, **shared) for name in stock]
     jobs += [Job(config=config, **shared) for config in configs]
     split = not any(name == _EP for name, _ in jobs[0].engine)
@@ -283,7 +284,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_positive, default=32, help="requests per batch")
     add("--tokens", type=_positive, default=2048, help="minimum number of response tokens")
     add("--length", type=_positive, default=64, help="tokens per response")
-    add("--temperature", type=float, default=1.0)
+    several: dict[str, Any] = {"metavar": "NUMBER", "nargs": "+"}
+    add("--temperature", type=float, default=[1.0], **several, help="requests take one in turn, here and below")
+    add("--top-k", type=int, default=[0], **several, help="draw from the k likeliest tokens (0: all)")
+    add("--top-p", type=float, default=[1.0], **several, help="draw from the likeliest tokens that have this probability")
+    add("--min-p", type=float, default=[0.0], **several, help="leave out tokens below this share of the largest probability")
     add("--seed", type=int, default=0)
     add("--engine", metavar="JSON", help='further vllm.LLM arguments, e.g. {"enable_prefix_caching": false}')
     add("--json", metavar="FILE", help="write the results, one object per mode")

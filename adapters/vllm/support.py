@@ -1,0 +1,68 @@
+"""Record, in vLLM's V1 model runner, which tokens each token was drawn from, and return it as vLLM's V2 runner does.
+
+vLLM returns sampling masks from the V2 runner alone, for an engine in which every request has a top-k. Everything behind the
+runner, from the scheduler to ``CompletionOutput.sampling_mask``, serves both. Here the V1 runner records the tokens of requests
+with top-k, top-p or min-p, and nothing for the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.patching.attached import Attached
+from jetrl_patch.patching.patch import replacement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: the last step's sampling masks, on the runner's sampler
+_LAST: Attached[Any] = Attached("_jetrl_masks", "what Sampler.forward returns to the runner has no field for them")
+
+
+@replacement
+def scheduler_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap ``Scheduler.__init__``: it passes on the masks that the V1 runner records."""
+    original(self, *args, **kwargs)
+    self.return_sampling_mask = True
+
+
+@replacement
+def sampler_sample(original: Any, self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap V1's ``Sampler.sample``: keep the tokens of each request that limits them, if it asked for log-probs."""
+    limited = _limited(sampling_metadata, logits)
+    sampled, log_probs = original(self, logits, sampling_metadata, *args, **kwargs)
+    _LAST.set(self, None if limited is None or log_probs is None else _masks(log_probs, limited))
+    return sampled, log_probs
+
+
+@replacement
+def sample_tokens(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap V1's ``GPUModelRunner.sample_tokens``: its output, which may still be on its way from the GPU, gets the masks."""
+    _LAST.set(self.sampler, None)
+    output = original(self, *args, **kwargs)
+    if (masks := _LAST.get(self.sampler)) is not None:
+        getattr(output, "_model_runner_output", output).sampling_masks = masks
+    return output
+
+
+def _limited(metadata: Any, logits: Tensor) -> Tensor | None:
+    """Which requests bool [n] have top-k, top-p or min-p; None if none has."""
+    found = None if metadata.top_k is None else metadata.top_k < logits.shape[-1]
+    if metadata.top_p is not None:
+        found = metadata.top_p < 1 if found is None else found | (metadata.top_p < 1)
+    for processor in metadata.logitsprocs.argmax_invariant:
+        if getattr(processor, "min_p_count", 0):
+            by_min_p = processor.min_p.reshape(-1) > 0
+            found = by_min_p if found is None else found | by_min_p
+    return found
+
+
+def _masks(log_probs: Tensor, limited: Tensor) -> Any:
+    """vLLM's ``SamplingMaskLists`` of log-probs [n, V], which are −inf for tokens left out. The host waits for the device."""
+    import numpy as np
+    from vllm.v1.outputs import SamplingMaskLists
+
+    kept = (log_probs > -float("inf")) & limited.unsqueeze(1)
+    offsets = np.zeros(len(kept) + 1, dtype=np.int64)
+    np.cumsum(kept.sum(1).cpu().numpy(), out=offsets[1:])
+    return SamplingMaskLists(kept.nonzero()[:, 1].int().cpu().numpy(), offsets)

@@ -1,0 +1,95 @@
+"""The tokens that each token was drawn from, if top-k, top-p or min-p left out others.
+
+A log-prob under such a distribution is the log-softmax over these tokens alone. The rollout records them: after an update, the
+trainer's logits would select others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.errors import AuditError, explain
+
+#: value of a logit that is left out: its exp is 0 as for −inf, and 0 · logit in an entropy is 0 instead of NaN
+BANNED = -1e30
+
+
+@dataclass(frozen=True)
+class Support:
+    """The supports of several tokens, one after another.
+
+    Attributes:
+        counts: int64 [rows], the size of each token's support; 0 for a token that was drawn from the whole vocabulary.
+        ids: int64 [sum of counts], the token ids in them.
+    """
+
+    counts: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Support:
+        """The supports of tokens, from lists of token ids; an empty list is the whole vocabulary."""
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return cls(counts, torch.tensor([token for row in rows for token in row], dtype=torch.int64))
+
+    @classmethod
+    def cat(cls, parts: Sequence[Support]) -> Support:
+        """The supports of all parts, one after another."""
+        return cls(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
+
+    def to(self, device: torch.device | str) -> Support:
+        """The same on another device."""
+        return Support(self.counts.to(device), self.ids.to(device))
+
+    def require(self, tokens: Tensor, where: str) -> Support:
+        """Return self. Raises AuditError if a token [rows] is not in its own support: the record is that of other tokens."""
+        if tokens.shape != self.counts.shape:
+            found = f"{len(self.counts)} for {len(tokens)} tokens"
+        else:
+            hit = torch.zeros_like(self.counts).index_add_(0, self._rows(), (self.ids == tokens[self._rows()]).long())
+            missing = int(((self.counts > 0) & (hit != 1)).sum())
+            if not missing:
+                return self
+            found = f"{missing} of {len(tokens)} tokens that are not in theirs"
+        fix = "let the engine alone edit its outputs, or sample with top_p=1, top_k=0 and min_p=0"
+        raise AuditError(explain(f"the sampling supports of {where}", required="one for each token", found=found, fix=fix))
+
+    def edit(self, logits: Tensor, part: slice) -> Tensor:
+        """Leave the other tokens out of FP32 logits [rows of ``part``, V]: an ``exact.logprob.Edit``. No host waits for it."""
+        counts, rows = self.counts[part], self._rows()
+        first = part.start or 0
+        height, width = logits.shape
+        inside = (rows >= first) & (rows < first + height)
+        place = torch.where(inside, (rows - first) * width + self.ids, height * width)  # the others have a place behind the last
+        kept = torch.zeros(height * width + 1, dtype=torch.bool, device=logits.device).index_fill_(0, place, True)
+        outside = kept[:-1].view(height, width).logical_not_() & (counts > 0).unsqueeze(1)
+        return logits.masked_fill(outside, BANNED)
+
+    def _rows(self) -> Tensor:
+        """The row [sum of counts] of each id."""
+        every = torch.arange(len(self.counts), device=self.counts.device)
+        return every.repeat_interleave(self.counts, output_size=len(self.ids))
+
+
+# ---- The same as two rectangular tensors, one row per sample, as training frameworks shuffle, split and send them
+
+def to_batch(samples: Sequence[Support], width: int) -> tuple[Tensor, Tensor]:
+    """Pack the supports of samples of at most ``width`` tokens: sizes int32 [B, width] and ids int32 [B, most ids], then 0."""
+    longest = max((len(sample.ids) for sample in samples), default=0)
+    sizes = torch.zeros(len(samples), width, dtype=torch.int32)
+    ids = torch.zeros(len(samples), longest, dtype=torch.int32)
+    for row, sample in enumerate(samples):
+        sizes[row, : len(sample.counts)] = sample.counts
+        ids[row, : len(sample.ids)] = sample.ids
+    return sizes, ids
+
+
+def of_batch(sizes: Tensor, ids: Tensor, skipped: int = 0) -> Support:
+    """The supports of all tokens of such a batch, row by row, each row after ``skipped`` tokens without one."""
+    held = torch.arange(ids.shape[1], device=ids.device) < sizes.sum(1, keepdim=True)
+    padded = torch.nn.functional.pad(sizes, (skipped, 0))
+    return Support(padded.reshape(-1).long(), ids[held].long())
