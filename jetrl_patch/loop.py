@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry, session
 from jetrl_patch.exact.logprob import token_log_probs
+from jetrl_patch.exact.support import Support, of_batch, to_batch
 from jetrl_patch.measure.mismatch import mismatch
 from jetrl_patch.sync.send import NamedTensor, SyncStats
 from jetrl_patch.trainer import audit, source
@@ -25,7 +26,7 @@ from jetrl_patch.trainer.source import Source
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Source", "compare", "convert", "log_probs", "messages", "receive", "send"]
+__all__ = ["Source", "Support", "compare", "convert", "log_probs", "messages", "receive", "send"]
 
 
 def convert(model: Any, *, rollout_tp: int = 1, rollout_ep: int = 1, reference: bool = False) -> Source:
@@ -106,7 +107,13 @@ def send(policy: Source, weights: Mapping[str, Tensor], engine: Any) -> dict[str
 
 
 def log_probs(
-    model: Any, input_ids: Tensor, attention_mask: Tensor, temperature: float | Tensor = 1.0, *, last: int | None = None
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    last: int | None = None,
+    supports: Sequence[Support] | None = None,
 ) -> Tensor:
     """FP32 log-probs [B, T - 1] of the tokens after the first, as the engine computes them. Differentiable.
 
@@ -116,6 +123,8 @@ def log_probs(
         attention_mask: [B, T], 1 for tokens and 0 for padding.
         temperature: as the engine sampled: a number, or a tensor that broadcasts against [B, T - 1, 1].
         last: compute only the last so many columns [B, last], such as the responses behind left-padded prompts.
+        supports: if the engine samples with top-k, top-p or min-p, what it drew each sample's tokens from, beginning with the
+            first of these columns: ``Support.of(output.sampling_mask.token_ids)`` of each of vLLM's ``CompletionOutput``.
     """
     count = input_ids.shape[1] - 1 if last is None else last
     logits = model(
@@ -125,7 +134,8 @@ def log_probs(
         use_cache=False,
         logits_to_keep=count + 1,
     ).logits
-    return token_log_probs(logits[:, :-1], input_ids[:, -count:], temperature)
+    edit = None if supports is None else of_batch(*to_batch(supports, count)).to(logits.device).edit
+    return token_log_probs(logits[:, :-1], input_ids[:, -count:], temperature, edit=edit)
 
 
 def positions(attention_mask: Tensor) -> Tensor:

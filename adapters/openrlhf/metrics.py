@@ -12,12 +12,13 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import correction, logprob, sync
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
-from jetrl_patch.adapters.openrlhf.settings import check_mark
+from jetrl_patch.adapters.openrlhf.settings import check_mark, limited
 from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.orders import decode
 from jetrl_patch.trainer.audit import Compared, hold, say_if_nothing, step_metrics, sync_metrics
+from jetrl_patch.trainer.support import marks
 
 # ---- Record which weights made a sample: the number of the engine's last weight sync at the first and last token
 # This runs in OpenRLHF's ``RolloutRayActor``, whose vLLM client gets both weight syncs and requests. The end of a sync sets the
@@ -147,6 +148,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> None:
     compared.add(trainer, rollout, mask, current)
     found, of_current = compared.figures()
     corrected = correction.figures(args.algo.advantage, session.active_config(), trainer - rollout, mask)
+    corrected |= marks(limited(args), session.active_config())
     DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     names = [name for e in with_both for name in logprob.names(e)]
     hold(trainer, rollout, mask, current, session.active_config(), names)

@@ -19,7 +19,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.trainer import rules
+from jetrl_patch.trainer import rules, support
 from jetrl_patch.trainer.precision import at_smallest, scales_loss
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, say_share
 from jetrl_patch.trainer.rules import (
@@ -226,7 +226,6 @@ RULES: tuple[Rule, ...] = (
     Rule("ds.deepcompile", is_set, "uncompiled layers", _REMOVE, "quantized"),
     Rule("ds.ring_attn_size", more_than_one, "whole sequences on each rank", "set it to 1", "exact"),
     Rule("ds.use_liger_kernel", is_set, _LIGER, _REMOVE, "exact", ConflictError),
-    Rule("rollout.top_p", other_than(1), "1, the only value that the trainer reproduces", "set it to 1", "exact"),
     *temperature("rollout.temperature"),
 )
 
@@ -257,6 +256,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield from raised(lambda: check_torchao(config.optimizer_states))
         rules += OPTIMIZER_RULES
     yield from broken(rules, select, config, argument)
+    yield from support_problems(args, config)
     yield from model_name_problems(args)
     yield from reward_problems(args)
     yield from precision_problems(select, config)
@@ -267,6 +267,20 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     hf_config = yield from checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True)
     if hf_config is not None:
         yield from model_problems(args, hf_config, config)
+
+
+def limited(args: Any) -> dict[str, Any]:
+    """Return the arguments with which the rollout leaves out tokens. OpenRLHF has one."""
+    return support.limits({"top_p": _get(args, "rollout.top_p")}.get)
+
+
+def support_problems(args: Any, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for such arguments where the trainer would have to compute their distribution."""
+    level = "algo.advantage.is_correction_level"
+    corrects = config.correction != "none" or _get(args, level) not in (None, "off")
+    lacking = {"top_p=1 (an OpenRLHF sample has no place for what the rollout left out)": True}
+    corrected = f"--{level}" if corrects else ""
+    yield from support.problems(limited(args), config, lambda name: argument(f"rollout.{name}"), lacking, corrected)
 
 
 def model_name_problems(args: Any) -> Iterator[JetrlError]:

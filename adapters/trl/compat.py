@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jetrl_patch.patching.guards import Difference, installed_version
 
 _FUSED_HEAD = Difference(
@@ -13,8 +15,14 @@ _DIVIDED = Difference(
     handled="older trainers divide all logits by the temperature themselves, so exact mode asks for a temperature of 1",
 )  # fmt: skip
 
+_TRITON = Difference(
+    "trl.trainer.utils._use_triton", changed_in="1.16", added=True,
+    handled="TRL 1.15 passes its head only the tokens that count, on every device",
+)  # fmt: skip
+
 DIFFERENCES = (
     _FUSED_HEAD,
+    _TRITON,
     _DIVIDED,
     *(
         Difference(
@@ -41,6 +49,15 @@ def has_fused_head() -> bool:
 def divides_by_temperature() -> bool:
     """Whether TRL's trainers divide the logits themselves, by a number. On CUDA its result differs from vLLM's."""
     return not _has(_DIVIDED)
+
+
+def is_compact(device: Any) -> bool:
+    """Whether TRL's fused head gets only the tokens that count, instead of every position."""
+    if not _has(_TRITON):
+        return True
+    from trl.trainer.utils import _use_triton
+
+    return bool(_use_triton(device))
 
 
 def _has(difference: Difference) -> bool:

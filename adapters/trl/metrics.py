@@ -12,7 +12,7 @@ from jetrl_patch.measure.mismatch import Applied, merge
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.audit import step_metrics, sync_metrics
-from jetrl_patch.trainer.support import MISMATCH
+from jetrl_patch.trainer.support import marks
 
 
 @replacement
@@ -26,8 +26,7 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
     metrics: dict[str, float] = {}
     if (found := run.audit.merged(reports)) is not None:
         metrics |= step_metrics(found[0], found[1] if config.skips_old_pass else {})
-        if limited(self.args) and not config.exact:
-            metrics[MISMATCH] = 1.0
+        metrics |= marks(limited(self.args), config)
     if corrected := [applied for report in reports for applied in report["corrected"]]:
         metrics |= merge(Applied, corrected).as_metrics()
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:

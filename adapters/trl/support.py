@@ -139,7 +139,5 @@ def drawn_from(run: Run, input_ids: Tensor, mask: Tensor, completion: int, rows:
 
 def edit_of(hidden: Tensor) -> Any:
     """The edit of the logits of hidden states [N, H] for ``chunked_log_probs``; None outside ``drawn_from``."""
-    from trl.trainer.utils import _use_triton
-
     drawn = _drawn.get()
-    return None if drawn is None else drawn.take(len(hidden), _use_triton(hidden.device)).edit
+    return None if drawn is None else drawn.take(len(hidden), compat.is_compact(hidden.device)).edit

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
+from jetrl_patch.adapters.verl import support
 from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.adapters.verl.yaml_settings import MODEL, Select, named
 from jetrl_patch.config import Config
@@ -103,14 +104,15 @@ def prepare_model_outputs(
     if logits is None:
         return original(self, output, output_args, micro_batch, *args, **kwargs)
     outside = None if prepared is None else banned_columns(logits, prepared.vocabulary, prepared.banned)
+    drawn = support.edit_of(micro_batch, logits, lambda block: ban(block, outside)) if prepared is not None else None
     in_line = wants_float_logits()
     if prepared is None or in_line or not log_probs_alone(micro_batch, logits):
-        output.logits = ban(logits, outside)
+        output.logits = ban(logits, outside) if drawn is None else edited(logits, drawn)
         temperatures = output_args.get("temperature_rmpad", output_args.get("temperature"))
         if in_line and not bool((temperatures == 1.0).all()):  # dividing by 1 is exact in any dtype
             output.logits = output.logits.float()
         return original(self, output, output_args, micro_batch, *args, **kwargs)
-    output.logits = PendingLogits(logits, None if outside is None else lambda block, rows: ban(block, outside))
+    output.logits = PendingLogits(logits, drawn or (None if outside is None else lambda block, rows: ban(block, outside)))
     return original(self, output, output_args, micro_batch, *args, **kwargs)
 
 
@@ -127,6 +129,12 @@ def log_probs_alone(micro_batch: Any, logits: Any) -> bool:
 
     packed = setting("use_remove_padding", True) and not setting("use_fused_kernels", False)
     return packed and not isinstance(logits, DTensor) and not any(setting(key, False) for key in _OTHER_READERS)
+
+
+def edited(logits: Any, edit: Callable[[Any, Any], Any]) -> Any:
+    """Return all logits [..., V] after an edit of their rows."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return edit(flat, slice(0, len(flat))).view(logits.shape)
 
 
 def banned_columns(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:

@@ -10,11 +10,14 @@ from jetrl_patch.adapters.verl import old_log_probs, routes, state, sync
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction import metrics as correction_metrics
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
+from jetrl_patch.adapters.verl.support import limited
+from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.measure.mismatch import Mismatch, Sums
 from jetrl_patch.patching.patch import gated, replacement
 from jetrl_patch.trainer.audit import Compared, hold, hold_figures, say_if_nothing, step_metrics, sync_metrics
 from jetrl_patch.trainer.rules import MARK
+from jetrl_patch.trainer.support import marks
 
 
 @replacement
@@ -90,6 +93,7 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: A
     DRIVER.compared.add(trainer, rollout, mask, current)
     found, of_current = DRIVER.compared.figures()
     corrected = correction_metrics(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
+    corrected |= marks(limited(selector(config)), session.active_config())
     DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     hold(trainer, rollout, mask, current, session.active_config())
 

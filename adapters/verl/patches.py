@@ -18,6 +18,7 @@ from jetrl_patch.adapters.verl import (
     rollout,
     routes,
     settings,
+    support,
     sync,
     transport,
     ulysses,
@@ -244,6 +245,12 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="verl's FSDPEngineWithLMHead.forward_step supports router_replay R3 and logs how many routes differ; "
         "verl#4101 covers Megatron only",
         upstream="https://github.com/verl-project/verl/pull/4101",
+    ),
+    Patch(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server", "extract_prompt_logprobs", support.extract_prompt_logprobs,
+        when=lambda config: config.exact,
+        reason="verl does not keep which tokens top_k, top_p and min_p left, which the trainer must leave too",
+        remove_when="verl's TokenOutput has vLLM's sampling masks, and its engines compute log-probs with them",
     ),
     Patch(
         "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.collective_rpc", sync.collective_rpc,

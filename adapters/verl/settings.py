@@ -11,7 +11,18 @@ from typing import Any
 
 from jetrl_patch import registry, session
 from jetrl_patch._versions import PROGRAMS
-from jetrl_patch.adapters.verl import checkpoint, logprob, lora, megatron, precision, rollout, ulysses, veomni, vision
+from jetrl_patch.adapters.verl import (
+    checkpoint,
+    logprob,
+    lora,
+    megatron,
+    precision,
+    rollout,
+    support,
+    ulysses,
+    veomni,
+    vision,
+)
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.yaml_settings import (
@@ -170,10 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
     Rule(f"{MODEL}.tiled_mlp.enabled", is_set, "exact mode's own MLP", _FALSE, "exact", ConflictError),
     Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _TP_ONLY, "set it to 1 and use more replicas", "exact"),
-    Rule(f"{ROLLOUT}.top_p", other_than(1), f"1, {_ONLY}", "set it to 1", "exact"),
-    Rule(f"{ROLLOUT}.top_k", other_than(-1, 0), "-1 or 0 (the trainer reproduces no other value)", "set it to -1", "exact"),
     Rule(f"{ROLLOUT}.repetition_penalty", other_than(1), f"1.0, {_ONLY}", "set it to 1.0", "exact"),
-    Rule(f"{ROLLOUT}.min_p", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.min_tokens", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.presence_penalty", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
@@ -236,6 +244,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
             yield from mixed(strategy, select) or engine_problems(select, config)
             break
     yield from correction_problems(verl_config, config)
+    yield from support.problems(select, config)
     yield from _model_problems(select, config)
 
 

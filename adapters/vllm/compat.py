@@ -28,6 +28,10 @@ _MASKS = Difference(
 DIFFERENCES = (
     _ASKS,
     _MASKS,
+    *(
+        Difference(name, changed_in=_MASKS.changed_in, added=True, handled=_MASKS.handled)
+        for name in ("vllm.v1.outputs.SamplingMaskLists", "vllm.v1.core.sched.scheduler.Scheduler.return_sampling_mask")
+    ),
     _RETURNS,
     Difference(
         "vllm.config.PassConfig.enable_sp", changed_in="0.32", added=False,

@@ -16,13 +16,18 @@ from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 #: setting -> the values with which it leaves out nothing
 _OFF: Mapping[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
-#: 1 if the compared log-probs are those of different distributions
-MISMATCH = "jetrl/support_mismatch"
+#: how to leave out nothing
+ALL = "set top_p to 1, top_k to 0 and min_p to 0"
 
 
 def limits(select: Callable[[str], Any]) -> dict[str, Any]:
     """The settings that leave out tokens, with their values. ``select`` returns that of a name in ``_OFF``, None without one."""
     return {name: value for name, off in _OFF.items() if (value := select(name)) not in off}
+
+
+def marks(found: Mapping[str, Any], config: Config) -> dict[str, float]:
+    """The metric of a step whose compared log-probs are those of different distributions; empty for any other."""
+    return {"jetrl/support_mismatch": 1.0} if found and not config.exact else {}
 
 
 def problems(
@@ -39,14 +44,14 @@ def problems(
     if not found:
         return
     what = " and ".join(name(key) for key in found) + f" with precision={config.precision!r}, align={config.resolved_align!r}"
-    values, off = ", ".join(f"{key}={value!r}" for key, value in found.items()), "set top_p to 1, top_k to 0 and min_p to 0"
+    values = ", ".join(f"{key.rpartition('.')[2]}={value!r}" for key, value in found.items())
     if config.exact:
         if missing := [words for words, is_missing in lacking.items() if is_missing]:
-            fix = f"change that, {off}, or use align='linear' without a correction"
+            fix = f"change that, {ALL}, or use align='linear' without a correction"
             yield ConfigError(explain(what, required=" and ".join(missing), found=values, fix=fix))
         elif (error := registry.rollout().masks_error(what)) is not None:
             yield error
     elif corrected:
         required = f"a rollout that may draw every token, as the trainer assumes, for the ratios of {corrected}"
-        fix = f"{off}, turn the correction off, or use align='exact'"
+        fix = f"{ALL}, turn the correction off, or use align='exact'"
         yield ConfigError(explain(what, required=required, found=values, fix=fix))

@@ -80,10 +80,10 @@ def test_verl_quantizes_twice(model: Path) -> None:
 
 
 def test_verl_with_a_split_that_cuts_a_block_and_another_problem(model: Path) -> None:
-    found = doctor("--", *verl(model, "+jetrl=unified", f"{R}.tensor_model_parallel_size=4", f"{R}.top_p=0.9"), status=1)
+    found = doctor("--", *verl(model, "+jetrl=unified", f"{R}.tensor_model_parallel_size=4", f"+{R}.min_tokens=2"), status=1)
     problems = [check["finding"] for check in found["checks"] if check["state"] == "problem"]
     assert len(problems) == 2 and found["verdict"] == "a run would NOT start: 2 problems"
-    assert f"{R}.top_p" in problems[0]
+    assert f"{R}.min_tokens" in problems[0]
     assert "tensor parallel size 4 cuts a block of 128" in problems[1] and "o_proj" in problems[1]
 
 

@@ -38,11 +38,11 @@ def test_a_dense_launch_is_accepted_in_every_mode(tmp_path):
 
 
 def test_each_refused_setting_is_named_in_the_modes_that_refuse_it(tmp_path):
-    found = verdict(tmp_path, grpo("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.quantization=fp8"))
-    names = {path: f"actor_rollout_ref.rollout.{path}" for path in ("top_p", "quantization")}
+    found = verdict(tmp_path, grpo("+actor_rollout_ref.rollout.min_tokens=2", "actor_rollout_ref.rollout.quantization=fp8"))
+    names = {path: f"actor_rollout_ref.rollout.{path}" for path in ("min_tokens", "quantization")}
     assert sorted(abouts(found, "exact")) == sorted(names.values())
     assert abouts(found, "linear") == [names["quantization"]] and abouts(found, "bf16") == []
-    assert "required 1" in next(p.text for p in found.verdicts["exact"] if p.about == names["top_p"])
+    assert "required 0" in next(p.text for p in found.verdicts["exact"] if p.about == names["min_tokens"])
 
 
 def test_the_models_shapes_decide(tmp_path):

@@ -95,7 +95,7 @@ def test_what_is_no_launch_and_what_failed_is_said(text):
 
 def test_a_setting_that_nobody_has_looked_at_is_named():
     one = judged(
-        "a/x", "dense", **{"data.train_batch_size": "8", "actor_rollout_ref.rollout.top_p": "1", "new.setting": "7"}
+        "a/x", "dense", **{"data.train_batch_size": "8", "actor_rollout_ref.rollout.min_tokens": "0", "new.setting": "7"}
     )
     assert keys.open_keys([one], "exact") == {"new.setting": (1, ("7",))}
     assert "`new.setting`" in page.write([("verl 1.0", [], [one])])

@@ -82,8 +82,6 @@ REFUSED = [
     ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
     ("distillation.enabled=True distillation.teacher_models.teacher_model.inference.dtype=float16", "inference.dtype", ROLLOUT),
     (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
-    (f"{R}.top_p=0.9", "top_p", EXACT),
-    (f"{R}.top_k=20", "top_k", EXACT),
     (f"+{R}.repetition_penalty=1.1", "repetition_penalty", EXACT),
     (f"+{R}.min_tokens=1", "min_tokens", EXACT),
     (f"{R}.temperature=0", "temperature", BF16),
@@ -155,8 +153,8 @@ def test_what_only_exact_mode_cannot_keep_is_free_in_the_others(base):
 
 
 def test_what_only_exact_mode_refuses_names_the_other_alignment(base):
-    with pytest.raises(ConfigError, match=r"found 0\.9\. Set it to 1, or use align='linear'\.$"):
-        settings.check(base(f"{R}.top_p=0.9"), EXACT)
+    with pytest.raises(ConfigError, match=r"found 1\.1\. Set it to 1\.0, or use align='linear'\.$"):
+        settings.check(base(f"+{R}.repetition_penalty=1.1"), EXACT)
     with pytest.raises(ConfigError, match=r"found 'float32'\. Set it to bfloat16\.$"):
         settings.check(base(f"{R}.dtype=float32"), EXACT)
 

@@ -85,7 +85,6 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     (f"{R}.pipeline_model_parallel_size=2", "tensor parallelism only", QUANTIZED),
     (f"{R}.expert_parallel_size=2", "tensor_model_parallel_size=1", QUANTIZED),
     (f"{M}.mtp.enable=True", "no speculative decoding", QUANTIZED),
-    (f"+{R}.min_p=0.1", "required 0, the only value", [EXACT]),
     (f"+{R}.presence_penalty=0.1", "required 0, the only value", [EXACT]),
     (f"+{R}.frequency_penalty=0.1", "required 0, the only value", [EXACT]),
     (f"{R}.temperature=2.1", "the highest temperature that vLLM accepts", EVERY),

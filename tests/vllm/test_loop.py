@@ -13,7 +13,7 @@ import jetrl_patch
 from jetrl_patch import loop
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.errors import AuditError, ConfigError, NotPatchedError, SyncError
-from jetrl_patch.measure.parity import Job
+from jetrl_patch.measure.parity import Draw, Job
 
 from .test_exact import prompts_of
 from .test_expert_sync import step
@@ -67,6 +67,19 @@ def test_every_token_is_equal_after_updates(checkpoint: Callable[..., str], engi
     stale = loop.log_probs(model, ids, seen, 0.7)  # of other weights than the engine's
     with pytest.raises(AuditError, match="log-prob of response token 0 of sample 0: required the rollout's"):
         loop.compare(stale, sampled, mask)
+
+
+def test_an_engine_that_leaves_out_tokens(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    path = checkpoint("qwen3")
+    llm, model = engine(Job(model=path, config=jetrl_patch.status().config)), load(path)
+    loop.send(loop.convert(model), model.state_dict(), llm)
+    samples = generate(llm, prompts_of(8, (1, 30)), 10, [Draw(temperature=0.7, top_p=0.9)])
+    ids, seen, sampled, mask = padded(samples, left=True)
+    supports = [sample.support for sample in samples if sample.support is not None]
+    found = loop.log_probs(model, ids, seen, 0.7, last=10, supports=supports)
+    assert torch.equal(found[mask[:, -10:]], sampled[mask])
+    assert not torch.equal(found, loop.log_probs(model, ids, seen, 0.7, last=10))
 
 
 def test_what_a_worker_of_another_process_would_do(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:

@@ -1,0 +1,116 @@
+"""Log-probs under top-k, top-p and min-p: bring what the rollout drew from to the engines' micro-batches, and leave out the rest.
+
+The server puts it into a sample's ``extra_fields``. verl's V0 trainer makes columns of these, V1 keeps them as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.adapters.verl import ulysses
+from jetrl_patch.adapters.verl.correction import CORRECTION
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, named
+from jetrl_patch.errors import AuditError, explain
+from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer import support
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jetrl_patch.config import Config
+    from jetrl_patch.errors import JetrlError
+    from jetrl_patch.exact.support import Support
+
+#: the key of a sample: the sizes of its tokens' supports, and the token ids in them, both int32
+KEY = "jetrl_support"
+
+
+def limited(select: Select) -> dict[str, Any]:
+    """The rollout's settings with which it leaves out tokens, by their dotted paths."""
+    return {f"{ROLLOUT}.{name}": value for name, value in support.limits(lambda name: select(f"{ROLLOUT}.{name}")).items()}
+
+
+def problems(select: Select, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for such settings where the trainer does not compute the same distribution, and where a ratio needs it."""
+    section = select(CORRECTION) or {}
+    corrects = config.correction != "none" or any(section.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+    lacking = {
+        f"{ACTOR}.strategy=fsdp or fsdp2": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
+        "whole sequences on each rank": bool(ulysses.sizes(select)),
+        f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
+        f"{ROLLOUT}.multi_turn.enable=False": bool(select(f"{ROLLOUT}.multi_turn.enable")),
+        "a synchronous trainer": select("trainer.v1.trainer_mode") not in (None, "sync") or select("async_training") is not None,
+    }
+    yield from support.problems(limited(select), config, named, lacking, CORRECTION if corrects else "")
+
+
+@replacement
+def extract_prompt_logprobs(original: Any, output: Any, num_prompt_logprobs: Any, result_dict: dict[str, Any]) -> None:
+    """Wrap ``extract_prompt_logprobs``, which gets a request's output and its extra fields: add the supports of its tokens."""
+    original(output=output, num_prompt_logprobs=num_prompt_logprobs, result_dict=result_dict)
+    (completion,) = output.outputs
+    if (masks := getattr(completion, "sampling_mask", None)) is not None and any(masks.token_ids):
+        import torch
+
+        from jetrl_patch.exact.support import Support
+
+        found = Support.of(masks.token_ids).require(torch.tensor(completion.token_ids), "vLLM's responses")
+        result_dict[KEY] = tuple(tensor.int().numpy() for tensor in (found.counts, found.ids))
+
+
+def of_rows(micro_batch: Any, rows: int, width: int | None = None) -> Support | None:
+    """What the tokens that the rows of logits predict were drawn from; None if every one was drawn from all tokens.
+
+    Args:
+        rows: their number. ``width`` of them are a sample's if samples are padded; else they follow one another, then padding.
+
+    Raises AuditError if a sample has fewer supports than tokens of its response.
+    """
+    import torch
+
+    from jetrl_patch.exact.support import Support
+
+    given = _given(micro_batch)
+    if not any(one is not None for one in given):
+        return None
+    counts = torch.zeros(rows, dtype=torch.int64)
+    ids, start = [], 0
+    for one, (tokens, response) in zip(given, _lengths(micro_batch), strict=True):
+        if one is not None:
+            sizes, own = (torch.from_numpy(part).long() for part in one)
+            if len(sizes) < response:
+                fix = f"use verl's single-turn agent loop, or {support.ALL}"
+                required, found = f"one for each of {response} tokens", str(len(sizes))
+                raise AuditError(explain("the sampling supports of a response", required=required, found=found, fix=fix))
+            first = start + tokens - response - 1  # a row predicts the next token
+            counts[first : first + response] = sizes[:response]
+            ids.append(own[: int(sizes[:response].sum())])
+        start += tokens if width is None else width
+    return Support(counts, torch.cat(ids)).to(micro_batch["input_ids"].device)
+
+
+def edit_of(micro_batch: Any, logits: Tensor, ban: Callable[[Any], Any]) -> Callable[[Any, slice], Any] | None:
+    """Return the edit of logits [..., V]: first ``ban``, then what the rollout left out; None if it left out nothing."""
+    rows = logits.shape[:-1].numel()
+    packed = len(logits) == 1 or len(logits) == rows
+    found = of_rows(micro_batch, rows, None if packed else logits.shape[1])
+    return None if found is None else lambda block, part: found.edit(ban(block), part)
+
+
+def _given(micro_batch: Any) -> Sequence[Any]:
+    if KEY in micro_batch.keys():  # noqa: SIM118  # a TensorDict's own test
+        return [getattr(one, "data", one) for one in micro_batch[KEY]]
+    if "extra_fields" in micro_batch.keys():  # noqa: SIM118
+        return [getattr(one, "data", one).get(KEY) for one in micro_batch["extra_fields"]]
+    return ()
+
+
+def _lengths(micro_batch: Any) -> Iterator[tuple[int, int]]:
+    """The numbers of tokens of each sample, and of its response."""
+    tokens, responses = micro_batch["input_ids"].offsets().diff(), micro_batch["responses"]
+    if responses.is_nested:
+        response = responses.offsets().diff()
+    else:
+        response = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1)
+    return zip(tokens.tolist(), response.tolist(), strict=True)

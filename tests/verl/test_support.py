@@ -1,0 +1,147 @@
+"""top-k, top-p and min-p in verl: settings, what a server returns, which row of a micro-batch it belongs to, and whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from jetrl_patch.adapters.verl import logprob, support
+from jetrl_patch.adapters.verl.yaml_settings import selector
+from jetrl_patch.config import Config
+from jetrl_patch.errors import AuditError
+from jetrl_patch.exact.support import Support
+from tests.verl.composed import composer
+from tests.verl.run_verl import A, M, R, Run, make_task
+from tests.verl.test_e2e import TIMEOUT, assert_exact, finish
+
+EXACT, LINEAR = Config(precision="fp8-unified"), Config(precision="fp8-unified", align="linear")
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[Any]:
+    with composer([f"{R}.name=vllm"]) as make:
+        yield lambda config, *overrides: [str(error) for error in support.problems(selector(make(*overrides)), config)]
+
+
+def test_what_exact_mode_needs(said: Any) -> None:
+    limits = [f"{R}.top_p=0.9", f"{R}.top_k=20", f"+{R}.min_p=0.1"]
+    assert said(EXACT) == said(EXACT, *limits) == []
+    for override, required in (
+        (f"{A}.strategy=megatron", f"{A}.strategy=fsdp or fsdp2"),
+        (f"{M}.use_fused_kernels=True", f"{M}.use_fused_kernels=False"),
+        (f"{R}.multi_turn.enable=True", f"{R}.multi_turn.enable=False"),
+        (f"{A}.ulysses_sequence_parallel_size=2", "whole sequences on each rank"),
+        ("trainer.v1.trainer_mode=colocate_async", "a synchronous trainer"),
+    ):
+        (text,) = said(EXACT, *limits, override)
+        assert text.startswith(f"verl setting {R}.top_p and verl setting {R}.top_k and verl setting {R}.min_p with precision=")
+        assert f"required {required}, found top_p=0.9, top_k=20, min_p=0.1. Change that, set top_p to 1, top_k to 0" in text
+
+
+@pytest.mark.parametrize("config", [LINEAR, Config(precision="bf16"), Config(precision="fp8-rollout")])
+def test_a_correction_by_ratios_of_two_distributions_is_refused_in_every_precision(said: Any, config: Config) -> None:
+    section = "algorithm.rollout_correction"
+    assert said(config, f"{R}.top_p=0.9") == said(config, f"{section}.rollout_is=token") == []
+    for override in ("rollout_is=token", "rollout_rs=seq_mean_k1", "bypass_mode=True"):
+        (text,) = said(config, f"{R}.top_p=0.9", f"{section}.{override}")
+        assert f"for the ratios of {section}, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, turn" in text
+
+
+def test_the_plugins_own_correction_counts_too(said: Any) -> None:
+    assert len(said(LINEAR.replace(correction="tis"), f"{R}.top_k=5")) == 1
+    assert said(EXACT.replace(correction="tis"), f"{R}.top_k=5") == []
+
+
+def test_a_server_adds_what_the_tokens_were_drawn_from() -> None:
+    def returned(rows: Any, tokens: list[int]) -> dict[str, Any]:
+        mask = None if rows is None else SimpleNamespace(token_ids=rows)
+        output, found = SimpleNamespace(outputs=[SimpleNamespace(sampling_mask=mask, token_ids=tokens)]), {"own": 1}
+        support.extract_prompt_logprobs(lambda **_: None)(output=output, num_prompt_logprobs=None, result_dict=found)
+        return found
+
+    counts, ids = returned([[3, 4], [5]], [4, 5])[support.KEY]
+    assert counts.tolist() == [2, 1] and ids.tolist() == [3, 4, 5] and counts.dtype == ids.dtype == "int32"
+    assert returned(None, [4]) == returned([[], []], [4, 5]) == {"own": 1}
+    with pytest.raises(AuditError, match="found 1 of 2 tokens that are not in theirs"):
+        returned([[3, 4], [5]], [4, 6])
+
+
+#: prompts of 2, 3 and 1 tokens, responses of 3, 1 and 2; the second may draw every token
+DRAWN: list[Any] = [([1, 2, 1], [7, 8, 9, 6]), None, ([1, 1], [5, 4])]
+PACKED = [[], [7], [8, 9], [6], [], *[[]] * 4, [5], [4], []]
+PADDED = [[], [7], [8, 9], [6], [], *[[]] * 5, [5], [4], [], [], []]
+
+
+def micro_batch(v1: bool, drawn: list[Any]) -> Any:
+    found = [one and tuple(torch.tensor(part, dtype=torch.int32).numpy() for part in one) for one in drawn]
+    sizes = [5, 4, 3]
+    data: dict[str, Any] = {"input_ids": torch.nested.nested_tensor([torch.zeros(n).long() for n in sizes], layout=torch.jagged)}
+    if v1:
+        responses = [torch.zeros(n).long() for n in (3, 1, 2)]
+        return TensorDict(
+            data | {"responses": torch.nested.nested_tensor(responses, layout=torch.jagged)}, 3
+        ).set_non_tensor("extra_fields", [{support.KEY: one, "own": 1} for one in found])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])
+    rest = {"responses": torch.zeros(3, 3), "attention_mask": mask}
+    return TensorDict(data | rest, 3).set_non_tensor(support.KEY, found)
+
+
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize(("rows", "width", "expected"), [(12, None, PACKED), (14, None, [*PACKED, [], []]), (15, 5, PADDED)])
+def test_each_row_gets_the_support_of_the_token_that_it_predicts(v1: bool, rows: int, width: Any, expected: Any) -> None:
+    found = support.of_rows(micro_batch(v1, DRAWN), rows, width)
+    assert found is not None
+    assert [row.tolist() for row in found.ids.split(found.counts.tolist())] == expected
+
+
+def test_a_sample_without_limits_needs_no_edit_and_one_with_too_few_is_an_error() -> None:
+    assert support.of_rows(micro_batch(False, [None] * 3), 12) is None
+    logits = torch.randn(1, 12, 20)
+    assert support.edit_of(micro_batch(True, [None] * 3), logits, lambda block: block) is None
+    with pytest.raises(AuditError, match="required one for each of 2 tokens, found 1"):
+        support.of_rows(micro_batch(True, [None, None, ([1], [5])]), 12)
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 20), (12, 20)])
+def test_the_banned_tokens_of_verl_are_left_out_too(shape: Any) -> None:
+    logits, outside = torch.randn(shape), torch.arange(20) >= 18
+    edit = support.edit_of(micro_batch(True, DRAWN), logits, lambda block: logprob.ban(block, outside))
+    assert edit is not None
+    found = logprob.edited(logits, edit).view(12, 20)
+    kept = [[*range(18)] if not row else sorted(row) for row in PACKED]
+    assert [(row > -1e29).nonzero()[:, 0].tolist() for row in found] == kept
+    expected = Support.of(PACKED).edit(logprob.ban(logits.view(12, 20), outside), slice(0, 12))
+    assert torch.equal(found, expected)
+
+
+def test_fewer_tokens_than_supports_are_a_truncated_response() -> None:
+    found = support.of_rows(micro_batch(True, [([1, 1, 1, 2], [7, 8, 9, 6, 5]), None, None]), 12)
+    assert found is not None and found.ids.tolist() == [7, 8, 9]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize("v1", [False, True])
+def test_runs_that_leave_out_tokens_are_exact(tmp_path: Any, v1: bool) -> None:
+    """Two updates in each step, a reference model, and a pass over all samples."""
+    task = make_task(tmp_path)
+    extra = [f"trainer.use_v1={v1}", f"{R}.top_p=0.9", f"{R}.top_k=50", f"{R}.temperature=0.8", f"{A}.use_kl_loss=True"]
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_AUDIT_FRACTION": "1.0"}
+    found = finish(Run(task, *extra, f"{A}.ppo_mini_batch_size=2", steps=3, environ=environ), 3)
+    assert_exact(found)
+    assert sum(step["jetrl/tokens"] for step in found) > 500
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_outside_exact_mode_a_metric_says_that_two_distributions_are_compared(tmp_path: Any) -> None:
+    run = Run(make_task(tmp_path), f"{R}.top_p=0.9", environ={"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"})
+    for step in finish(run):
+        assert step["jetrl/support_mismatch"] == 1.0 and step["jetrl/logp_abs_diff_mean"] > 0.05
