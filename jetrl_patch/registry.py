@@ -102,6 +102,11 @@ class Rollout(Protocol):
     ) -> Iterator[JetrlError]:
         """Yield an error for each engine argument that the mode does not support; ``name`` returns the user's name of one."""
 
+    def parameter_problems(
+        self, given: Mapping[str, Any], config: Config, name: Callable[[str], str], /
+    ) -> Iterator[JetrlError]:
+        """Yield an error for each sampling parameter that exact mode does not support, as ``argument_problems``."""
+
 
 class Platform(Protocol):
     """The kind of machine a run uses."""

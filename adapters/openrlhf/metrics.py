@@ -12,7 +12,7 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import correction, logprob, sync
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
-from jetrl_patch.adapters.openrlhf.settings import check_mark, limited
+from jetrl_patch.adapters.openrlhf.settings import check_mark, sampling_of
 from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.patching.patch import replacement
@@ -148,7 +148,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> None:
     compared.add(trainer, rollout, mask, current)
     found, of_current = compared.figures()
     corrected = correction.figures(args.algo.advantage, session.active_config(), trainer - rollout, mask)
-    corrected |= marks(limited(args), session.active_config())
+    corrected |= marks(sampling_of(args), session.active_config())
     DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     names = [name for e in with_both for name in logprob.names(e)]
     hold(trainer, rollout, mask, current, session.active_config(), names)

@@ -269,9 +269,9 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield from model_problems(args, hf_config, config)
 
 
-def limited(args: Any) -> dict[str, Any]:
-    """Return the arguments with which the rollout leaves out tokens. OpenRLHF has one."""
-    return support.limits({"top_p": _get(args, "rollout.top_p")}.get)
+def sampling_of(args: Any) -> support.Select:
+    """Return the arguments of the rollout, by vLLM's names. ``top_p`` is OpenRLHF's only one beside the temperature."""
+    return lambda name: _get(args, f"rollout.{name}")
 
 
 def support_problems(args: Any, config: Config) -> Iterator[JetrlError]:
@@ -280,7 +280,7 @@ def support_problems(args: Any, config: Config) -> Iterator[JetrlError]:
     corrects = config.correction != "none" or _get(args, level) not in (None, "off")
     lacking = {"top_p=1 (an OpenRLHF sample has no place for what the rollout left out)": True}
     corrected = f"--{level}" if corrects else ""
-    yield from support.problems(limited(args), config, lambda name: argument(f"rollout.{name}"), lacking, corrected)
+    yield from support.problems(sampling_of(args), config, lambda name: argument(f"rollout.{name}"), lacking, corrected)
 
 
 def model_name_problems(args: Any) -> Iterator[JetrlError]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.trl.state import RUNS, mode_of, run_of
-from jetrl_patch.adapters.trl.support import limited
+from jetrl_patch.adapters.trl.support import select_of
 from jetrl_patch.measure.mismatch import Applied, merge
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import record
@@ -26,7 +26,7 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
     metrics: dict[str, float] = {}
     if (found := run.audit.merged(reports)) is not None:
         metrics |= step_metrics(found[0], found[1] if config.skips_old_pass else {})
-        metrics |= marks(limited(self.args), config)
+        metrics |= marks(select_of(self.args), config)
     if corrected := [applied for report in reports for applied in report["corrected"]]:
         metrics |= merge(Applied, corrected).as_metrics()
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jetrl_patch import registry
 from jetrl_patch.adapters.trl import compat, correction, support
 from jetrl_patch.adapters.trl.state import TRAINERS, kind_of
 from jetrl_patch.config import Config
@@ -27,19 +28,12 @@ from jetrl_patch.trainer.rules import (
 
 _LOGITS = "the distribution that the trainer computes"
 _UNTESTED = "(others have not run with TRL)"
-#: of ``generation_kwargs``: what does not change the distribution of a token
-HARMLESS = frozenset({"detokenize", "ignore_eos", "include_stop_str_in_output", "seed", "skip_special_tokens", "stop",
-                      "stop_token_ids"})  # fmt: skip
 #: of ``model_init_kwargs``: where the model comes from, and what the plugin sets itself
 LOADING = frozenset({"attn_implementation", "cache_dir", "dtype", "local_files_only", "revision", "token", "trust_remote_code"})
 
 
 def _loads_otherwise(value: Any) -> bool:
     return bool(set(value) - LOADING) or (str(value.get("dtype")).endswith("float16") and "bfloat16" not in str(value["dtype"]))
-
-
-def _edits_logits(value: Any) -> bool:
-    return bool(set(value) - HARMLESS)
 
 
 def _is_divided_otherwise(value: Any) -> bool:
@@ -80,7 +74,6 @@ RULES: tuple[Rule, ...] = (
     Rule("sync_ref_model", is_set, f"a fixed reference model {_UNTESTED}", "set it to False", "quantized"),
     Rule("repetition_penalty", other_than(1), _LOGITS, "set it to 1.0", "exact"),
     Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
-    Rule("generation_kwargs", _edits_logits, f"none but {', '.join(sorted(HARMLESS))}", "drop the others", "exact"),
     *temperature("temperature"),
     Rule("temperature", _is_divided_otherwise, "1.0 before TRL 1.14, which divides logits otherwise than vLLM",
          "set it to 1.0, or install trl>=1.14", "exact"),
@@ -127,7 +120,9 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
         tools, ratio = tools_of(arguments), "vllm_importance_sampling_correction"
         corrected = ratio if getattr(args, ratio, False) else ""
         needs = support.lacking(args, tools)
-        yield from trainer_support.problems(support.limited(args), config, f"{configuration}'s {{}}".format, needs, corrected)
+        given = f"{configuration}'s generation_kwargs[{{!r}}]".format
+        yield from registry.rollout().parameter_problems(args.generation_kwargs or {}, config, given)
+        yield from trainer_support.problems(support.select_of(args), config, f"{configuration}'s {{}}".format, needs, corrected)
     if args is None and config.quantized_rollout:
         required, fix = f"a {configuration} with use_vllm=True", "pass one as args"
         yield ConfigError(explain(kind, required=required, found="none", fix=fix))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch.adapters.trl import compat
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.trainer.support import limits
+from jetrl_patch.trainer.support import Select, limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 SIZES, IDS = "jetrl_support_sizes", "jetrl_support_ids"
 
 
-def limited(args: Any) -> dict[str, Any]:
-    """The settings of a configuration with which its rollout leaves out tokens."""
-    return limits(lambda name: getattr(args, name, None)) if getattr(args, "use_vllm", False) else {}
+def select_of(args: Any) -> Select:
+    """The settings of a configuration for its rollout, by name; None for those of a rollout without vLLM."""
+    return lambda name: getattr(args, name, None) if getattr(args, "use_vllm", False) else None
 
 
 def lacking(args: Any, tools: Sequence[str]) -> dict[str, bool]:
@@ -60,7 +60,7 @@ def of_completions(run: Run, completion_ids: Sequence[Sequence[int]], returned: 
 
     from jetrl_patch.exact.support import Support
 
-    if not (found := limited(run.args)):
+    if not (found := limits(select_of(run.args))):
         return None
     if not all(isinstance(one, Support) for one in returned):
         what, required = f"{' and '.join(found)} in exact mode", "an engine that returns the tokens that it draws from"

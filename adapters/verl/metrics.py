@@ -10,7 +10,7 @@ from jetrl_patch.adapters.verl import old_log_probs, routes, state, sync
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction import metrics as correction_metrics
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
-from jetrl_patch.adapters.verl.support import limited
+from jetrl_patch.adapters.verl.support import select_of
 from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.measure.mismatch import Mismatch, Sums
@@ -93,7 +93,7 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: A
     DRIVER.compared.add(trainer, rollout, mask, current)
     found, of_current = DRIVER.compared.figures()
     corrected = correction_metrics(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
-    corrected |= marks(limited(selector(config)), session.active_config())
+    corrected |= marks(select_of(selector(config)), session.active_config())
     DRIVER.metrics.update(step_metrics(found, corrected, of_current))
     hold(trainer, rollout, mask, current, session.active_config())
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 KEY = "jetrl_support"
 
 
-def limited(select: Select) -> dict[str, Any]:
-    """The rollout's settings with which it leaves out tokens, by their dotted paths."""
-    return {f"{ROLLOUT}.{name}": value for name, value in support.limits(lambda name: select(f"{ROLLOUT}.{name}")).items()}
+def select_of(select: Select) -> support.Select:
+    """The rollout's settings, by vLLM's names."""
+    return lambda name: select(f"{ROLLOUT}.{name}")
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -42,7 +42,8 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         f"{ROLLOUT}.multi_turn.enable=False": bool(select(f"{ROLLOUT}.multi_turn.enable")),
         "a synchronous trainer": select("trainer.v1.trainer_mode") not in (None, "sync") or select("async_training") is not None,
     }
-    yield from support.problems(limited(select), config, named, lacking, CORRECTION if corrects else "")
+    corrected = CORRECTION if corrects else ""
+    yield from support.problems(select_of(select), config, lambda name: named(f"{ROLLOUT}.{name}"), lacking, corrected)
 
 
 @replacement

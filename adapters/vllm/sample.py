@@ -12,6 +12,7 @@ import torch
 from jetrl_patch.adapters.vllm.arguments import argument_problems, check_kv_cache
 from jetrl_patch.adapters.vllm.compat import masks_error, routes_error
 from jetrl_patch.adapters.vllm.orders import join
+from jetrl_patch.adapters.vllm.parameters import parameter_problems
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact.support import Support
 from jetrl_patch.measure.parity import STOCK, Draw, Sample, Sampled, make_prompts
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from jetrl_patch.progress import Progress
 
 __all__ = [
-    "argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "masks_error", "routes_error", "sample",
+    "argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "masks_error", "parameter_problems",
+    "routes_error", "sample",
 ]  # fmt: skip
 
 #: the engine's share of a GPU's memory; the rest is for the trainer's weights and gradients, in the same process

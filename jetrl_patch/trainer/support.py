@@ -1,8 +1,9 @@
-"""Rollouts that leave out tokens by top-k, top-p or min-p: which do, and what else then has to be so.
+"""Rollouts that draw from another distribution than a temperature alone makes: which do, and what else then has to be so.
 
-The rollout returns log-probs over the tokens that were left. In exact mode the trainer computes these too (``exact.support``), if
-it learns which tokens they were. Otherwise it computes them over the whole vocabulary: a ratio of both would then compare two
-distributions, whatever the precision, so a correction by it is refused; a metric of their difference is marked.
+top-k, top-p and min-p leave out tokens, and penalties change logits. The rollout returns log-probs after both. In exact mode the
+trainer leaves out the same tokens (``exact.support``), if it learns which they were. Otherwise it computes log-probs over the
+whole vocabulary: a ratio of both would then compare two distributions, whatever the precision, so a correction by it is refused;
+a metric of their difference is marked.
 """
 
 from __future__ import annotations
@@ -14,37 +15,50 @@ from jetrl_patch import registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-#: setting -> the values with which it leaves out nothing
-_OFF: Mapping[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+#: vLLM's name of a setting -> the values with which it changes nothing
+_LIMITS: Mapping[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+_PENALTIES: Mapping[str, tuple[float | None, ...]] = {
+    "repetition_penalty": (None, 1), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
+}  # fmt: skip
 #: how to leave out nothing
 ALL = "set top_p to 1, top_k to 0 and min_p to 0"
 
-
-def limits(select: Callable[[str], Any]) -> dict[str, Any]:
-    """The settings that leave out tokens, with their values. ``select`` returns that of a name in ``_OFF``, None without one."""
-    return {name: value for name, off in _OFF.items() if (value := select(name)) not in off}
+#: the value of a framework's setting by vLLM's name; None without one
+Select = Callable[[str], Any]
 
 
-def marks(found: Mapping[str, Any], config: Config) -> dict[str, float]:
+def limits(select: Select) -> dict[str, Any]:
+    """The settings that leave out tokens, with their values."""
+    return {name: value for name, off in _LIMITS.items() if (value := select(name)) not in off}
+
+
+def reshapes(select: Select) -> dict[str, Any]:
+    """These, and the penalties: all settings but the temperature that change the distribution of a token."""
+    return limits(select) | {name: value for name, off in _PENALTIES.items() if (value := select(name)) not in off}
+
+
+def marks(select: Select, config: Config) -> dict[str, float]:
     """The metric of a step whose compared log-probs are those of different distributions; empty for any other."""
-    return {"jetrl/support_mismatch": 1.0} if found and not config.exact else {}
+    return {"jetrl/support_mismatch": 1.0} if reshapes(select) and not config.exact else {}
 
 
 def problems(
-    found: Mapping[str, Any], config: Config, name: Callable[[str], str], lacking: Mapping[str, bool], corrected: str = ""
+    select: Select, config: Config, name: Callable[[str], str], lacking: Mapping[str, bool], corrected: str = ""
 ) -> Iterator[JetrlError]:
-    """Yield the errors about a run whose rollout leaves out tokens; without such settings there are none.
+    """Yield an error for such settings: what exact mode lacks to leave out tokens, and a correction by two distributions.
+
+    Exact mode does not know penalties: each framework's rules refuse them.
 
     Args:
-        found: as from ``limits``.
         name: the user's name of a setting.
         lacking: what else exact mode asks for -> whether it is missing.
         corrected: the user's setting that corrects by the ratio of both log-probs; empty without one.
     """
+    found = limits(select) if config.exact else reshapes(select)
     if not found:
         return
     what = " and ".join(name(key) for key in found) + f" with precision={config.precision!r}, align={config.resolved_align!r}"
-    values = ", ".join(f"{key.rpartition('.')[2]}={value!r}" for key, value in found.items())
+    values = ", ".join(f"{key}={value!r}" for key, value in found.items())
     if config.exact:
         if missing := [words for words, is_missing in lacking.items() if is_missing]:
             fix = f"change that, {ALL}, or use align='linear' without a correction"
@@ -52,6 +66,6 @@ def problems(
         elif (error := registry.rollout().masks_error(what)) is not None:
             yield error
     elif corrected:
-        required = f"a rollout that may draw every token, as the trainer assumes, for the ratios of {corrected}"
-        fix = f"{ALL}, turn the correction off, or use align='exact'"
+        required = f"a rollout that draws by the temperature alone, as the trainer assumes, for the ratios of {corrected}"
+        fix = f"{ALL}, drop penalties, or turn the correction off"
         yield ConfigError(explain(what, required=required, found=values, fix=fix))

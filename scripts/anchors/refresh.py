@@ -70,6 +70,13 @@ def switches(sources: Sources) -> list[str]:
     return sorted(found)
 
 
+def parameters(sources: Sources) -> list[str]:
+    """Names of vLLM's sampling parameters."""
+    place = sources.find("vllm.sampling_params", "SamplingParams")
+    fields = (item.target for item in getattr(place[1], "body", []) if isinstance(item, ast.AnnAssign)) if place else ()
+    return sorted(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
+
+
 def record(name: str, old: dict[str, Any]) -> dict[str, Any]:
     """What each version of a framework says about each touched name. A value holds until the next one."""
     targets = [target for target in touched().every() if target.split(".")[0] == name]
@@ -78,17 +85,18 @@ def record(name: str, old: dict[str, Any]) -> dict[str, Any]:
     names = {target: known.get(target, {}) for target in targets}
     found: dict[str, Any] = {"versions": VERSIONS[name], "names": names}
     new = [target for target in targets if target not in known]
-    split: dict[str, list[str]] = {} if new else old.get("sequence_parallel", {})
+    own = {"sequence_parallel": switches, "sampling_parameters": parameters} if name == "vllm" else {}
+    lists: dict[str, dict[str, list[str]]] = {key: {} if new else old.get(key, {}) for key in own}
     for version in VERSIONS[name] if new else ():
         sources = Sources(wheel(name, version), name)
         for target in new:
             words = sources.describe(target)
             if not names[target] or list(names[target].values())[-1] != words:
                 names[target][version] = words
-        if name == "vllm":
-            split[version] = switches(sources)
+        for key, read in own.items():
+            lists[key][version] = read(sources)
     print(f"{name}: {len(new)} of {len(targets)} names looked up")
-    return found | ({"sequence_parallel": split} if split else {})
+    return found | lists
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.adapters.vllm.compat import SEQUENCE_PARALLEL
+from jetrl_patch.adapters.vllm.parameters import EDITS, FREE, OWN
 from jetrl_patch.patching.guards import installed_version
 from scripts.anchors.patches import FRAMEWORKS
 from scripts.anchors.refresh import RECORDS, SWITCHES, VERSIONS
@@ -130,6 +131,14 @@ def test_no_switch_of_vllm_splits_tokens_unnoticed() -> None:
     ours = {f"{classes[path]}.{name}" for path, name in SEQUENCE_PARALLEL}
     theirs = {switch for found in record("vllm")["sequence_parallel"].values() for switch in found}
     assert theirs == ours
+
+
+def test_every_sampling_parameter_of_vllm_is_in_one_table() -> None:
+    """One that a new version adds is refused in exact mode until somebody has looked at it."""
+    groups = [OWN, *FREE.values(), *EDITS.values()]
+    ours = [name for names in groups for name in names.split()]
+    assert len(ours) == len(set(ours))
+    assert set(ours) == {name for found in record("vllm")["sampling_parameters"].values() for name in found}
 
 
 def test_what_the_sources_say(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ UNCORRECTED = {"vllm_importance_sampling_correction": False}
 HARMLESS = {
     "weighs a loss of the trainer's own experts": "router_aux_loss_coef",
     "the trainer leaves out what the rollout left out, or a correction is refused": "top_p top_k min_p",
+    "the adapter of vLLM has a table of its keys": "generation_kwargs",
     "read where it is needed": "vllm_mode trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
     "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
     "judged by what accelerate makes of them": "deepspeed fsdp fsdp_config parallelism_config accelerator_config bf16 fp16 "
@@ -84,18 +85,28 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
      "align='exact': required vllm_mode='colocate', found top_p=0.9, top_k=20, min_p=0.1. Change that, set top_p to 1, "),
     (UNIFIED, {"top_k": 20}, {"tools": [1]}, "ConfigError: GRPOConfig's top_k with precision='fp8-unified', align='exact': "
      "required no tools or environments, found top_k=20. "),
-    (LINEAR, {**LIMITS, **UNCORRECTED}, {}, None),
+    (LINEAR, {**LIMITS, **UNCORRECTED, "repetition_penalty": 1.1}, {}, None),
+    (LINEAR, {"repetition_penalty": 1.1}, {}, "ConfigError: GRPOConfig's repetition_penalty with precision='fp8-unified', "
+     "align='linear': required a rollout that draws by the temperature alone"),
     (LINEAR, LIMITS, {"rloo": True}, None),
     *(
         (mode, {"top_p": 0.9}, {}, f"ConfigError: GRPOConfig's top_p with precision='{mode['precision']}', align='{align}': "
-         "required a rollout that may draw every token, as the trainer assumes, for the ratios of "
-         "vllm_importance_sampling_correction, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, turn the correction "
-         "off, or use align='exact'.")
+         "required a rollout that draws by the temperature alone, as the trainer assumes, for the ratios of "
+         "vllm_importance_sampling_correction, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, drop penalties, "
+         "or turn the correction off.")
         for mode, align in ((LINEAR, "linear"), ({"precision": "bf16"}, "none"), ({"precision": "fp8-rollout"}, "none"))
     ),
     ({"precision": "bf16"}, {"use_vllm": False, "top_p": 0.9, "fp16": True}, {"peft_config": 1}, None),
     (LINEAR, {"use_liger_kernel": True, "generation_kwargs": {"logit_bias": {}}}, {}, None),
     (UNIFIED, {"model_init_kwargs": {"dtype": "bfloat16"}}, {}, None),
+    *(
+        (UNIFIED, {"generation_kwargs": {name: value}}, {}, f"ConfigError: GRPOConfig's generation_kwargs['{name}'] with "
+         f"precision='fp8-unified', align='exact': required no such parameter (it {why}), found {value!r}. Drop it, or use ")
+        for name, value, why in (
+            ("logit_bias", {"1": 2}, "adds to the logits of some tokens"), ("top_p", 0.9, "has a setting of the framework's own"),
+            ("a_later_one", 1, "is unknown"),
+        )
+    ),
     *(
         (UNIFIED, {name: value}, {}, f"{kind}: GRPOConfig's {name} with precision='fp8-unified', align='exact': required ")
         for name, value, kind in (
@@ -105,7 +116,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
             ("neftune_noise_alpha", 5.0, "ConfigError"),
             ("sync_ref_model", True, "ConfigError"), ("repetition_penalty", 1.1, "ConfigError"),
-            ("vllm_structured_outputs_regex", "a", "ConfigError"), ("generation_kwargs", {"logit_bias": {1: 2}}, "ConfigError"),
+            ("vllm_structured_outputs_regex", "a", "ConfigError"),
             ("temperature", 0.001, "ConfigError"), ("model_init_kwargs", {"use_kernels": True}, "ConfigError"),
             ("model_init_kwargs", {"dtype": "float16"}, "ConfigError"), ("bf16_full_eval", True, "ConfigError"),
             ("fp16_full_eval", True, "ConfigError"),

@@ -49,7 +49,9 @@ def test_a_correction_by_ratios_of_two_distributions_is_refused_in_every_precisi
     assert said(config, f"{R}.top_p=0.9") == said(config, f"{section}.rollout_is=token") == []
     for override in ("rollout_is=token", "rollout_rs=seq_mean_k1", "bypass_mode=True"):
         (text,) = said(config, f"{R}.top_p=0.9", f"{section}.{override}")
-        assert f"for the ratios of {section}, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, turn" in text
+        assert f"for the ratios of {section}, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, drop" in text
+        (text,) = said(config, f"+{R}.presence_penalty=0.1", f"{section}.{override}")
+        assert "found presence_penalty=0.1" in text
 
 
 def test_the_plugins_own_correction_counts_too(said: Any) -> None:
