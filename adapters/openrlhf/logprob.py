@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import support
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.adapters.openrlhf.vision import NEVER
 from jetrl_patch.errors import ConfigError, explain
@@ -95,10 +97,11 @@ def training_step(original: Any, self: Any, experience: Any, *args: Any, **kwarg
     """Wrap ``ActorPPOTrainer.training_step``: in the first update after a sync, its forward pass checks the old log-probs."""
     if self.actor.model.global_steps == WORKER.synced_at:  # the weights are those that sampled
         WORKER.checked = experience
+    WORKER.drawn = deque([getattr(experience, "mm_train_inputs", None)])
     try:
         return original(self, experience, *args, **kwargs)
     finally:
-        WORKER.checked = None
+        WORKER.checked, WORKER.drawn = None, deque()
 
 
 def check_forward(log_probs: Any) -> None:
@@ -133,12 +136,19 @@ class _Batch:
         packed: mask of tokens [B, T], if the batch is packed.
         temperature: by which the logits are still to be divided.
         alone: whether nothing but log-probs needs the logits.
+        sequences: token ids [B, T]. drawn: the samples' dictionaries, see ``support``; None without any.
     """
 
     first: Any
     packed: Any
     temperature: float
     alone: bool
+    sequences: Any = None
+    drawn: Any = None
+
+    def support(self, rows: int) -> Any:
+        """What the tokens that the rows of logits predict were drawn from; None if all were drawn from all tokens."""
+        return None if self.drawn is None else support.of_rows(self.drawn, self.sequences, self.packed, rows)
 
 
 _batch: ContextVar[_Batch | None] = ContextVar("jetrl_batch", default=None)
@@ -160,6 +170,8 @@ def actor_forward(
         packed=attention_mask if getattr(self, "packing_samples", False) else None,
         temperature=self.temperature,
         alone=not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY,
+        sequences=sequences,
+        drawn=WORKER.drawn.popleft() if WORKER.drawn else None,
     )
     self.temperature, token = 1.0, _batch.set(batch)
     try:
@@ -201,15 +213,25 @@ def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: 
     if batch.packed is not None:
         first = packed(first, batch.packed, labels.numel())
     stop = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
-    edit = edit_of(first.flatten(), *(_on(tokens, logits.device) for tokens in (stop, WORKER.placeholders)))
+    banned = edit_of(first.flatten(), *(_on(tokens, logits.device) for tokens in (stop, WORKER.placeholders)))
+    found = batch.support(labels.numel())
+    edit = banned if found is None else support.chained(banned, found.edit)
     return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
 
 @replacement
 def compute_entropy(original: Any, logits: Any) -> Any:
-    """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: divide the logits [..., V] by the temperature first."""
+    """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: entropies [...] of the distributions that were sampled from.
+
+    That is, of the logits [..., V] divided by the temperature, without the tokens that the rollout left out.
+    """
     batch = _batch.get()
-    if batch is None or batch.temperature == 1.0:
+    if batch is None:
+        return original(logits)
+    if (found := batch.support(logits.shape[:-1].numel())) is not None:
+        flat = logits.reshape(-1, logits.shape[-1])
+        logits = found.edit(flat, slice(0, len(flat))).view(logits.shape)
+    if batch.temperature == 1.0:
         return original(logits)
     from jetrl_patch.exact.logprob import divisor
 

@@ -6,11 +6,11 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.openrlhf import correction, logprob, sync
+from jetrl_patch.adapters.openrlhf import correction, logprob, support, sync
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark, sampling_of
 from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
@@ -30,10 +30,16 @@ FIRST, LAST = "jetrl/version_first", "jetrl/version_last"
 
 @dataclass
 class Seen:
-    """First and last version that served the requests of one sample; 0 before the first sync."""
+    """What the requests of one sample have in common.
+
+    Attributes:
+        first: first version of the weights that served them, 0 before the first sync. last: the last one.
+        drawn: what the tokens of each request were drawn from; None for one that may draw every token.
+    """
 
     first: int = 0
     last: int = 0
+    drawn: list[Any] = field(default_factory=list)
 
     def note(self, version: int) -> None:
         """Record that a request began, or received tokens, under this version."""
@@ -60,10 +66,14 @@ async def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Async
     seen = _sample.get()
     if seen is not None:
         seen.note(ENGINE.version)
+    masks: Any = None
     async for output in original(self, *args, **kwargs):
         if seen is not None:
             seen.note(ENGINE.version)
+            masks = getattr(output.outputs[0], "sampling_mask", None) if output.outputs else None
         yield output
+    if seen is not None:
+        seen.drawn.append(None if masks is None else masks.token_ids)
 
 
 @replacement
@@ -75,6 +85,8 @@ async def execute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         sample = await original(self, *args, **kwargs)
     finally:
         _sample.reset(token)
+    if session.active_with(lambda config: config.exact):
+        support.add_to(sample, seen.drawn)
     if seen.last:  # 0 if the plugin has never synced this engine
         sample["extra_logs"] = {**(sample.get("extra_logs") or {}), FIRST: seen.first, LAST: seen.last}
     return sample

@@ -19,6 +19,7 @@ from jetrl_patch.adapters.openrlhf import (
     model,
     settings,
     startup,
+    support,
     sync,
     transport,
 )  # fmt: skip
@@ -188,6 +189,12 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="OpenRLHF's PolicyLoss offers all three through is_correction_level and is_correction_mode",
     ),
     Patch(
+        "openrlhf.trainer.ray.launcher", "BaseModelActor.execute_batch", support.execute_batch,
+        when=lambda config: config.exact,
+        reason="only vision-language models get the samples' dictionaries, which say what top_p left of a text model's tokens",
+        remove_when="OpenRLHF's Experience has vLLM's sampling masks, and Actor.forward computes log-probs with them",
+    ),
+    Patch(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", settings.optimizer_step,
         when=lambda config: config.mode.scales_loss,
         reason="OpenRLHF does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
@@ -213,6 +220,12 @@ PATCHES: tuple[Patch, ...] = (
         when=lambda config: config.fp8_train,
         reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
         remove_when=_FIRST,
+    ),
+    Patch(
+        "openrlhf.trainer.ray.launcher", "BaseModelActor.execute_batch", support.execute_batch,
+        when=lambda config: config.exact,
+        reason="only vision-language models get the samples' dictionaries, which say what top_p left of a text model's tokens",
+        remove_when="OpenRLHF's Experience has vLLM's sampling masks, and Actor.forward computes log-probs with them",
     ),
     Patch(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", model.optimizer_step,
@@ -249,7 +262,7 @@ RENEWED = tuple(
     for module, names, base, methods in (
         (
             "openrlhf.trainer.ray.launcher", "ReferenceModelActor, RewardModelActor", "BaseModelActor",
-            ("_setup_distributed", "jetrl_report"),
+            ("_setup_distributed", "execute_batch", "jetrl_report"),
         ),
         ("openrlhf.trainer.ppo_trainer", "PPOTrainer", "BasePPOTrainer", ("train_step", "broadcast_to_vllm")),
     )

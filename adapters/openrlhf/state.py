@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class WorkerState(source.Worker):
         version: number of the last weight sync; 0 before the first.
         lines: log lines of the monitor and the guard that the trainer loop has not taken yet.
         synced_at: number of optimizer steps of the policy at the last weight sync; None before the first.
+        drawn: the dictionaries of the batches that the next forward passes get, which say what their tokens were drawn from.
         checked: the batch of the update in progress, if its forward pass must check the old log-probs.
         audit: the comparisons of the updates.
     """
@@ -41,6 +43,7 @@ class WorkerState(source.Worker):
     placeholders: tuple[int, ...] = ()
     report: dict[str, Any] | None = None
     synced_at: int | None = None
+    drawn: deque[Any] = field(default_factory=deque)
     checked: Any = None
     audit: Audit = field(default_factory=Audit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,13 @@ from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGate
 from jetrl_patch.adapters.transformers.prepare import prepare_model, to_bf16
 from jetrl_patch.exact import modules
 from jetrl_patch.exact.latent import ExactAbsorbed
-from jetrl_patch.exact.logprob import Edit
+from jetrl_patch.exact.logprob import Edit, divisor, log_softmax
 from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.exact.support import BANNED
 from jetrl_patch.fp8.convert import expert_modules
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.measure.parity import OPS, PARTS, Job, Sample, Scored, Step
+from jetrl_patch.measure.parity import OPS, PARTS, Full, Job, Sample, Scored, Step
 from jetrl_patch.measure.routes import Recorder, Routes, compare
 from jetrl_patch.progress import SILENT, Progress
 from jetrl_patch.trainer.preflight import auto_class
@@ -43,15 +44,44 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
     model = load(job)
     batches = micro_batches(samples)
     recorder, routes, found = Recorder(model), Routes(), []
+    apart: list[Tensor] = []  # over the vocabulary
     progress.stage("scoring", len(batches), "batches")
     with torch.no_grad():
         for batch in batches:
             with recorder.recording() as chosen:
                 found.append(log_probs(model, batch))
             routes += _compared(batch, chosen)
+            apart += _apart(model, batch) if job.full else []
             progress.done(len(found))
     speed = _speed(model, batches, progress) if job.cost else None
-    return Scored(torch.cat(found).cpu(), speed, routes if routes.compared else None)
+    together = torch.cat(found).cpu()
+    full = _full(torch.cat(apart), model, samples, together, progress) if job.full else None
+    return Scored(together, speed, routes if routes.compared else None, full)
+
+
+def _apart(model: Any, batch: Sequence[Sample]) -> list[Tensor]:
+    """|Δ log-prob| of every token that could be drawn [values], of each response; infinite where only one side could draw it."""
+    found = []
+    for x, s, edit in _logits(model, batch):
+        x = x.float() if edit is None else edit(x.float(), slice(0, len(x)))
+        own, theirs = log_softmax(x, divisor(s.draw.divisor, x)).cpu(), s.every
+        assert theirs is not None
+        drawn = theirs[:, : own.shape[1]].isfinite() | (own > BANNED / 10)
+        found.append((own - theirs[:, : own.shape[1]])[drawn].abs())
+    return found
+
+
+@torch.no_grad()
+def _full(apart: Tensor, model: Any, samples: Sequence[Sample], together: Tensor, progress: Progress) -> Full:
+    """The comparison over the vocabulary, and of log-probs [tokens] from batches of several sequences with those of one each."""
+    progress.stage("scoring one sequence at a time", len(samples), "sequences")
+    alone = []
+    for count, sample in enumerate(samples, 1):
+        alone.append(log_probs(model, [sample]).cpu())
+        progress.done(count)
+    moved = (torch.cat(alone) - together).abs()
+    equal, alone_equal = (float((x == 0).double().mean()) for x in (apart, moved))
+    return Full(apart.numel(), equal, float(apart.max()), alone_equal, float(moved.max()))
 
 
 def load(job: Job) -> Any:
@@ -107,6 +137,15 @@ def _train(model: Any, batch: Sequence[Sample]) -> None:
 
 def log_probs(model: Any, samples: Sequence[Sample], formula: Callable[..., Tensor] = token_log_probs) -> Tensor:
     """Return FP32 log-probs [tokens] of one right-padded batch's responses, from logits by ``formula``, as they were drawn."""
+    found = []
+    for x, s, edit in _logits(model, samples):
+        labels = torch.tensor(s.response, device=model.device)
+        found.append(formula(x, labels, s.draw.divisor, edit=edit))
+    return torch.cat(found)
+
+
+def _logits(model: Any, samples: Sequence[Sample]) -> Iterator[tuple[Tensor, Sample, Edit | None]]:
+    """Yield the logits [response, V] of each sample of one right-padded batch, and what leaves tokens out of them."""
     rows = [[*s.prompt, *s.response[:-1]] for s in samples]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
@@ -117,13 +156,10 @@ def log_probs(model: Any, samples: Sequence[Sample], formula: Callable[..., Tens
         images["image_grid_thw"] = torch.cat([picture.grid for picture in pictures]).to(model.device)
         images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **images).logits
-    found = []
     for row, s in enumerate(samples):
         first = len(s.prompt) - 1
-        labels = torch.tensor(s.response, device=model.device)
         edit = None if s.support is None else s.support.to(model.device).edit
-        found.append(formula(logits[row, first : first + len(s.response)], labels, s.draw.divisor, edit=edit))
-    return torch.cat(found)
+        yield logits[row, first : first + len(s.response)], s, edit
 
 
 # ---- Where a mismatch comes from (``--explain``): make the trainer's ops exact one at a time -----

@@ -15,8 +15,9 @@ from jetrl_patch.adapters.vllm.orders import join
 from jetrl_patch.adapters.vllm.parameters import parameter_problems
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact.support import Support
-from jetrl_patch.measure.parity import STOCK, Draw, Sample, Sampled, make_prompts
+from jetrl_patch.measure.parity import STOCK, Draw, Sample, Sampled
 from jetrl_patch.measure.pictures import MOST_PICTURES, Picture, noise, place_pictures
+from jetrl_patch.measure.prompts import make_prompts
 from jetrl_patch.models.structure import expert_sizes, is_vision_language, placeholders
 from jetrl_patch.progress import SILENT
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
@@ -80,7 +81,7 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
             batch = [(len(samples) + i) % len(prompts) for i in range(job.batch)]
             asked, seen = [prompts[i] for i in batch], [shown[i] for i in batch]
             turn = len(samples) % len(job.draws)
-            samples += generate(engine, asked, job.length, (*job.draws[turn:], *job.draws[:turn]), seen)
+            samples += generate(engine, asked, job.length, (*job.draws[turn:], *job.draws[:turn]), seen, job.full)
             progress.done(min(len(samples) // job.batch, total))  # responses that end early take more
             count = sum(len(s.response) for s in samples)
         return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
@@ -120,6 +121,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         "seed": job.seed,
         # log-probs after temperature, which the trainer applies too
         "logprobs_mode": "processed_logprobs",
+        **({"max_logprobs": -1} if job.full else {}),
     }
     hf_config = _config(job.model)
     if is_vision_language(hf_config):
@@ -162,17 +164,20 @@ def check_draw(draw: Draw, job: Job) -> None:
 
 
 def generate(
-    engine: Any, prompts: list[list[int]], length: int, draws: float | Sequence[Draw], pictures: Sequence[Sequence[Picture]] = ()
-) -> list[Sample]:
+    engine: Any, prompts: list[list[int]], length: int, draws: float | Sequence[Draw],
+    pictures: Sequence[Sequence[Picture]] = (), full: bool = False,
+) -> list[Sample]:  # fmt: skip
     """Generate responses of ``length`` tokens for all prompts at once.
 
     The prompts take the ``draws`` in turn; a number is a temperature. ``pictures`` are those of each prompt, see ``Sample``. A
-    response ends early with a token that stands for an image or a video, because the trainer would look for its pixels.
+    response ends early with a token that stands for an image or a video, because the trainer would look for its pixels. ``full``
+    also returns the log-probs of the whole vocabulary.
     """
     from vllm import SamplingParams
 
     stops = placeholders(engine.model_config.hf_config)
     fixed: dict[str, Any] = {"max_tokens": length, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    fixed |= {"logprobs": -1, "flat_logprobs": True} if full else {}
     draws = [Draw(temperature=draws)] if isinstance(draws, float) else draws
     taken = [draws[i % len(draws)] for i in range(len(prompts))]
     params = [SamplingParams(**asdict(draw), **fixed, stop_token_ids=stops) for draw in taken]
@@ -185,10 +190,23 @@ def generate(
     for output, seen, draw in zip(engine.generate(asked, params, use_tqdm=False), pictures, taken):
         prompt = list(output.prompt_token_ids)  # with all tokens of each image
         response = list(output.outputs[0].token_ids)
-        log_probs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)]
+        every = every_of(output.outputs[0], engine.model_config.get_vocab_size()) if full else None
+        if every is None:
+            log_probs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)]
+        else:
+            log_probs = [row[token].item() for row, token in zip(every, response, strict=True)]
         routes = _routes(output.outputs[0], len(prompt) + len(response) - 1)
-        samples.append(Sample(prompt, response, log_probs, routes, seen, draw, support_of(output.outputs[0], draw)))
+        samples.append(Sample(prompt, response, log_probs, routes, seen, draw, support_of(output.outputs[0], draw), every))
     return samples
+
+
+def every_of(output: Any, vocabulary: int) -> torch.Tensor:
+    """The log-probs of all tokens at each position, FP32 [response, V], of one ``CompletionOutput`` with flat log-probs."""
+    flat = output.logprobs
+    every = torch.full((len(output.token_ids), vocabulary), -float("inf"))
+    for row, start, end in zip(every, flat.start_indices, flat.end_indices, strict=True):
+        row[torch.tensor(flat.token_ids[start:end])] = torch.tensor(flat.logprobs[start:end], dtype=torch.float32)
+    return every
 
 
 def support_of(output: Any, draw: Draw) -> Support | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,8 +52,9 @@ class Sample:
 
     ``routes`` are the experts chosen for every token but the last, which never enters the model: int64 [tokens, layers, k], or
     None if the engine returned no routes. ``pictures`` are the images of the prompt, in order, which holds a placeholder for each
-    of their tokens. ``support`` holds the tokens that each token was drawn from, if ``draw`` leaves some out. A comparison of
-    samples ignores all of these.
+    of their tokens. ``support`` holds the tokens that each token was drawn from, if ``draw`` leaves some out. ``every`` are the
+    log-probs of the whole vocabulary, FP32 [response, V], if the job wants them: −inf for tokens that were left out. A comparison
+    of samples ignores all of these.
     """
 
     prompt: list[int]
@@ -64,6 +64,7 @@ class Sample:
     pictures: Sequence[Picture] = field(default=(), compare=False)
     draw: Draw = field(default=Draw(), compare=False)
     support: Support | None = field(default=None, compare=False)
+    every: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,32 @@ class Sampled:
 class Scored:
     """FP32 log-probs [tokens] of all responses, and tokens per second of a training step if the job measures the cost.
 
-    ``routes`` compares the trainer's routes with the rollout's; None for a model without.
+    ``routes`` compares the trainer's routes with the rollout's; None for a model without. ``full`` compares what the job's "full"
+    asks for; None without.
     """
 
     log_probs: Tensor
     tokens_per_second: float | None = None
     routes: Routes | None = None
+    full: Full | None = None
+
+
+@dataclass(frozen=True)
+class Full:
+    """Comparisons of trainer and rollout over the vocabulary, and of the trainer with itself in batches of one sequence.
+
+    Attributes:
+        values: log-probs of all tokens that could be drawn, at every position.
+        equal: share of them with equal bits. apart: the largest |Δ|.
+        alone_equal: share of the sampled tokens whose log-prob the trainer computes with equal bits in both kinds of batches.
+        alone_apart: the largest |Δ| of these.
+    """
+
+    values: int
+    equal: float
+    apart: float
+    alone_equal: float
+    alone_apart: float
 
 
 # ---- The standard error of a mean ----------------------------------------------------------------
@@ -129,74 +150,6 @@ class Step:
     alone: float | None
     parts: list[float]
     depth: list[float]
-
-
-# ---- Prompts as token ids: the user's, built-in samples, or random ones --------------------------
-
-SAMPLES = (
-    "The capital of France is",
-    "Question: a train travels 120 km in 2 hours. What is its average speed? Answer:",
-    "def fibonacci(n):",
-    "Once upon a time there was a mathematician who",
-    "List three prime numbers greater than 50:",
-    "In 1687 Isaac Newton published",
-    "Explain in one sentence why the sky is blue.",
-    "12 + 7 * 3 =",
-)
-
-#: text -> token ids
-Tokenize = Callable[[str], list[int]]
-
-
-def make_prompts(
-    file: str | None, tokenize: Tokenize | None, *, count: int, vocabulary: int, longest: int, seed: int
-) -> list[list[int]]:
-    """``count`` prompts of 1 to ``longest`` token ids, repeated if there are fewer.
-
-    Args:
-        file: text file with one prompt per line; blank lines are skipped. In a ``.jsonl`` file each line is a JSON string, which
-            can have line breaks.
-        tokenize: None if the model has no usable tokenizer. Prompts are then random.
-
-    Raises ConfigError if the file is missing, malformed, empty or given without a tokenizer, or the tokenizer is another model's.
-    """
-    texts: list[str] = list(SAMPLES)
-    if file is not None:
-        if tokenize is None:
-            why = "needs a tokenizer, but none loads from the model's directory"
-            raise ConfigError(f"--prompts {file} {why}; add the tokenizer files or remove --prompts")
-        try:
-            texts = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
-        except OSError as error:
-            raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from None
-        if file.endswith(".jsonl"):
-            texts = [_json_string(file, line) for line in texts]
-        if not texts:
-            raise ConfigError(f"--prompts {file} contains no prompts. Write one per line.")
-    if tokenize is not None:
-        prompts = [ids for ids in (tokenize(text)[:longest] for text in texts) if ids]
-        strange = max((token for ids in prompts for token in ids), default=-1)
-        if strange >= vocabulary:
-            raise ConfigError(
-                f"the tokenizer returns token {strange}, but the model has {vocabulary} tokens, so it is another model's; "
-                f"copy the model's own tokenizer files into its directory"
-            )
-        if prompts:
-            return [prompts[i % len(prompts)] for i in range(count)]
-    generator = random.Random(seed)
-    lengths = [generator.randint(1, min(24, longest)) for _ in range(count)]
-    return [[generator.randrange(vocabulary) for _ in range(length)] for length in lengths]
-
-
-def _json_string(file: str, line: str) -> str:
-    try:
-        text = json.loads(line)
-    except ValueError:
-        text = None
-    if not isinstance(text, str):
-        what, required = f"--prompts {file}", "a JSON string on each line"
-        raise ConfigError(explain(what, required=required, found=line[:60], fix="write one, or use a .txt file of plain lines"))
-    return text
 
 
 # ---- Stock installations: vLLM samples and Hugging Face scores, each with its own kernels and without any patch
@@ -263,6 +216,7 @@ class Job:
         engine: further arguments of vLLM's ``LLM``.
         stock: name in ``STOCK``: nothing is enabled, and ``config`` only gives the dtype.
         cost: whether to time both sides.
+        full: whether to compare the log-probs of the whole vocabulary too, and the trainer with itself in other batches.
         explain: whether to attribute the mismatch of a stock trainer to its ops.
     """
 
@@ -279,6 +233,7 @@ class Job:
     engine: tuple[tuple[str, Any], ...] = ()
     stock: str | None = None
     cost: bool = False
+    full: bool = False
     explain: bool = False
 
     @property

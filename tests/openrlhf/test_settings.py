@@ -72,7 +72,10 @@ def test_defaults_pass_in_every_mode():
             {"train__full_determinism_enable": True}, EXACT.replace(backend="cublaslt"), ConfigError,
             "--train.full_determinism_enable .*the rollout's cuBLAS workspace",
         ),
-        ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
+        (
+            {"rollout__top_p": 0.9, "algo__advantage__is_correction_level": "token"}, LINEAR, ConfigError,
+            "--rollout.top_p .*required a rollout that draws by the temperature alone.*--algo.advantage.is_correction_level",
+        ),
         ({"rollout__temperature": 0.0}, BF16, ConfigError, "--rollout.temperature"),
         ({"rollout__temperature": 0.009}, BF16, ConfigError, "--rollout.temperature .*required at least 0.01.*found 0.009"),
         ({"rollout__temperature": 2.1}, BF16, ConfigError, "--rollout.temperature .*required at most 2.0.*found 2.1"),

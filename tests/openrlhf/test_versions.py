@@ -43,7 +43,7 @@ async def generate(self, outputs):
         if output == "sync":
             await rpc(None, "update_weight", None, (encode("end", version=state.ENGINE.version + 1), None, (0,)))
         else:
-            yield output
+            yield SimpleNamespace(outputs=[])
 
 
 @metrics.execute

@@ -17,7 +17,7 @@ from jetrl_patch import Config, ConfigError, JetrlError, ModelError
 from jetrl_patch.cli.export import export
 from jetrl_patch.cli.parity import cli
 from jetrl_patch.cli.parity.run import run_mode
-from jetrl_patch.measure import parity
+from jetrl_patch.measure import parity, prompts
 from jetrl_patch.measure.parity import Job, check_model, choose
 
 from .. import models, vision_models
@@ -93,35 +93,35 @@ def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     common: dict[str, Any] = {"vocabulary": 100, "longest": 10, "seed": 0}
-    random = parity.make_prompts(None, None, count=5, **common)
-    assert random == parity.make_prompts(None, None, count=5, **common)
+    random = prompts.make_prompts(None, None, count=5, **common)
+    assert random == prompts.make_prompts(None, None, count=5, **common)
     assert all(0 <= token < 100 for ids in random for token in ids)
     assert all(1 <= len(ids) <= 10 for ids in random)
 
     def tokenize(text: str) -> list[int]:
         return [ord(c) - 31 for c in text]
 
-    assert len(parity.make_prompts(None, tokenize, count=20, **common)) == 20
+    assert len(prompts.make_prompts(None, tokenize, count=20, **common)) == 20
     file = tmp_path / "prompts"
     file.write_text("one\n\ntwo\n")
-    found = parity.make_prompts(str(file), tokenize, count=3, **common)
+    found = prompts.make_prompts(str(file), tokenize, count=3, **common)
     assert found == [tokenize("one"), tokenize("two"), tokenize("one")]
     with pytest.raises(ConfigError, match="needs a tokenizer"):
-        parity.make_prompts(str(file), None, count=1, **common)
+        prompts.make_prompts(str(file), None, count=1, **common)
     with pytest.raises(ConfigError, match="cannot be read"):
-        parity.make_prompts(str(tmp_path / "none"), tokenize, count=1, **common)
+        prompts.make_prompts(str(tmp_path / "none"), tokenize, count=1, **common)
     with pytest.raises(ConfigError, match="another model's"):
-        parity.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
+        prompts.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="contains no prompts"):
-        parity.make_prompts(str(file), tokenize, count=1, **common)
+        prompts.make_prompts(str(file), tokenize, count=1, **common)
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('"a\\nb"\n\n"c"\n')
-    assert parity.make_prompts(str(lines), lambda text: [len(text)], count=2, **common) == [[3], [1]]
+    assert prompts.make_prompts(str(lines), lambda text: [len(text)], count=2, **common) == [[3], [1]]
     for wrong in ('["a"]', "a"):
         lines.write_text(wrong)
         with pytest.raises(ConfigError, match="required a JSON string on each line, found"):
-            parity.make_prompts(str(lines), tokenize, count=1, **common)
+            prompts.make_prompts(str(lines), tokenize, count=1, **common)
 
 
 def test_the_standard_error_is_that_of_the_responses_means() -> None:

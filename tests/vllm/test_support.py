@@ -11,8 +11,9 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.exact.support import Support
-from jetrl_patch.measure.parity import Draw, Job
+from jetrl_patch.measure.parity import Draw, Full, Job
 
+from .. import models
 from .test_exact import apart, assert_equal, prompts_of, run
 
 pytestmark = pytest.mark.e2e
@@ -89,6 +90,38 @@ def test_other_modes_are_as_close_as_without_limits(checkpoint: Callable[..., st
     samples = run(engine, job, [(16, 1)], 12)
     whole = [replace(sample, support=None) for sample in samples]
     assert 0 < apart(job, samples).logp_abs_diff_mean < 0.2 < 0.5 < apart(job, whole).logp_abs_diff_mean
+
+
+def whole(job: Job, make: Any, requests: int = 7) -> Full:
+    """The comparison over the vocabulary."""
+    from jetrl_patch.adapters.transformers.parity import score
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    samples = generate(make(job), prompts_of(requests, (1, 40)), 12, job.draws, full=True)
+    found = score(job, samples).full
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("draws", [(Draw(),), MIXED])
+def test_the_whole_vocabulary_is_equal_and_so_is_every_batch(checkpoint: Callable[..., str], engine: Any, draws: Any) -> None:
+    job = replace(job_of(checkpoint("qwen3"), draws), full=True)
+    found = whole(job, engine)
+    assert found.equal == found.alone_equal == 1.0 and found.apart == found.alone_apart == 0.0
+    assert found.values == 7 * 12 * 384 if draws == (Draw(),) else 84 < found.values < 7 * 12 * 384
+
+
+def test_the_whole_vocabulary_shows_a_difference(checkpoint: Callable[..., str], engine: Any) -> None:
+    jetrl_patch.enable(precision="bf16")
+    found = whole(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, full=True), engine, requests=32)
+    assert found.equal < 0.1 and 0 < found.apart < 1 and found.alone_equal < 1 and found.alone_apart > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in models.VARIANTS if name != "tp4"])
+def test_the_whole_vocabulary_of_every_family(checkpoint: Callable[..., str], engine: Any, variant: str) -> None:
+    found = whole(replace(job_of(checkpoint(variant), (Draw(), Draw(top_p=0.9))), full=True), engine, requests=16)
+    assert found.equal == found.alone_equal == 1.0 and found.values > 16 * 12
 
 
 def test_an_engine_that_does_not_say_is_an_error(checkpoint: Callable[..., str], engine: Any) -> None:

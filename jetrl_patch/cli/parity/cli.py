@@ -75,7 +75,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             check_model(options.model, configs, options.tp)
         except ModelError as error:
             raise ModelError(f"--explain compares trainers with an exact rollout. {error} Then run without --explain.") from None
-    names = ("model", "cost", "explain", "tp", "batch", "tokens", "length", "seed", "prompts", "prompt_tokens")
+    names = ("model", "cost", "full", "explain", "tp", "batch", "tokens", "length", "seed", "prompts", "prompt_tokens")
     shared: dict[str, Any] = {name: getattr(options, name) for name in names} | {"engine": _engine(options.engine)}
     shared["draws"] = in_turn({item.name: getattr(options, item.name) for item in fields(Draw)})
     jobs = [Job(config=STOCK[name].config(), stock=name, **shared) for name in stock]
@@ -144,12 +144,21 @@ def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
         shares = ", ".join(f"{_mode(r['precision'], r['align'])} {r['route_mismatch']:.3%}" for r in mixtures)
         text = f"other experts in trainer and rollout, of all tokens and blocks: {shares}"
         console.print(text, highlight=False, soft_wrap=True)
+    for r in results if job.full else ():
+        console.print(_of_full(r), highlight=False, soft_wrap=True)
     if job.cost:
         console.print(_costs(results))
     for line in lacking:
         console.print(line, markup=False, highlight=False)
     for cut, scales in dict.fromkeys((tuple(r["cut_layers"]), r["scale_format"]) for r in results if r["cut_layers"]):
         console.print(cut_words(cut, job.tp, FORMATS[scales]))
+
+
+def _of_full(result: Result) -> str:
+    full = result["full"]
+    whole = f"{full['equal']:.2%} of {full['values']:,} log-probs of the whole vocabulary equal, max |Δ| {full['apart']:.2g}"
+    alone = f"{full['alone_equal']:.2%} of the tokens equal, max |Δ| {full['alone_apart']:.2g}"
+    return f"{_mode(result['precision'], result['align'])}: {whole}; the trainer alone, one sequence at a time: {alone}"
 
 
 def _mode(precision: str, align: str) -> str:
@@ -269,6 +278,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--stock", nargs="*", metavar="NAME", help=setups)
     add("--cost", action="store_true", help="time both sides, in tokens per second, with engines that compile as in training")
     explain = "where the mismatch comes from: make the trainer's ops exact, one at a time"
+    full = "compare the whole vocabulary too, and the trainer with itself in other batches"
+    add("--full", action="store_true", help=full)
     add("--explain", action="store_true", help=explain)
     add("--picture", metavar="FILE", help="with --explain: write a PNG picture of it")
     add("--scale-format", default=SETTINGS["scale_format"].default, help=_choices("scale_format"))

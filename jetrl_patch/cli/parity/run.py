@@ -87,7 +87,8 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         and layer, with other experts on the two sides; None for a dense model) and, for reference, ``scale_format``, ``tp``,
         ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With ``job.cost`` also
         ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution`` ("compiled", "graphs" or "eager": how the
-        engine ran the model). With ``job.explain`` also ``steps``, see ``jetrl_patch.measure.parity.Step``.
+        engine ran the model). With ``job.full`` also ``full`` and with ``job.explain`` ``steps``, see ``Full`` and ``Step`` in
+        ``jetrl_patch.measure.parity``.
     """
     progress.stage("loading torch")
     import torch
@@ -119,6 +120,8 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         result["execution"] = sampled.execution
         result["rollout_tokens_per_second"] = sampled.tokens_per_second
         result["trainer_tokens_per_second"] = scored.tokens_per_second
+    if scored.full is not None:
+        result["full"] = asdict(scored.full)
     if job.explain:
         result["steps"] = [asdict(step) for step in steps]
     return result
