@@ -50,6 +50,14 @@ def key(what: Patch | OnImport) -> str:
 EVERY = {(what.target, what.reason): what for config in CONFIGS for what in of(config)}
 FIXES = [what for what in EVERY.values() if what.fixes]
 
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_patch_is_listed_twice(config: Config) -> None:
+    """Applied twice, a replacement would wrap itself."""
+    listed = [(what.target, getattr(what, "make", None)) for what in of(config)]
+    assert len(listed) == len(set(listed)), [target for target, make in listed if listed.count((target, make)) > 1]
+
+
 #: fix -> a module of the installed release, and the part of its source that is wrong
 BUGS = {
     "vllm: vllm.engine.arg_utils.EngineArgs.create_engine_config": (

@@ -136,7 +136,8 @@ class _Batch:
         packed: mask of tokens [B, T], if the batch is packed.
         temperature: by which the logits are still to be divided.
         alone: whether nothing but log-probs needs the logits.
-        sequences: token ids [B, T]. drawn: the samples' dictionaries, see ``support``; None without any.
+        sequences: token ids [B, T].
+        drawn: the samples' dictionaries, see ``support``; None without any.
     """
 
     first: Any
@@ -146,7 +147,7 @@ class _Batch:
     sequences: Any = None
     drawn: Any = None
 
-    def support(self, rows: int) -> Any:
+    def drawn_from(self, rows: int) -> Any:
         """What the tokens that the rows of logits predict were drawn from; None if all were drawn from all tokens."""
         return None if self.drawn is None else support.of_rows(self.drawn, self.sequences, self.packed, rows)
 
@@ -214,7 +215,7 @@ def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: 
         first = packed(first, batch.packed, labels.numel())
     stop = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
     banned = edit_of(first.flatten(), *(_on(tokens, logits.device) for tokens in (stop, WORKER.placeholders)))
-    found = batch.support(labels.numel())
+    found = batch.drawn_from(labels.numel())
     edit = banned if found is None else support.chained(banned, found.edit)
     return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
@@ -228,7 +229,7 @@ def compute_entropy(original: Any, logits: Any) -> Any:
     batch = _batch.get()
     if batch is None:
         return original(logits)
-    if (found := batch.support(logits.shape[:-1].numel())) is not None:
+    if (found := batch.drawn_from(logits.shape[:-1].numel())) is not None:
         flat = logits.reshape(-1, logits.shape[-1])
         logits = found.edit(flat, slice(0, len(flat))).view(logits.shape)
     if batch.temperature == 1.0:

@@ -222,12 +222,6 @@ PATCHES: tuple[Patch, ...] = (
         remove_when=_FIRST,
     ),
     Patch(
-        "openrlhf.trainer.ray.launcher", "BaseModelActor.execute_batch", support.execute_batch,
-        when=lambda config: config.exact,
-        reason="only vision-language models get the samples' dictionaries, which say what top_p left of a text model's tokens",
-        remove_when="OpenRLHF's Experience has vLLM's sampling masks, and Actor.forward computes log-probs with them",
-    ),
-    Patch(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", model.optimizer_step,
         when=lambda config: config.fp8_train,
         reason="DeepSpeed updates the weights between two micro-batches in ways that the tensors do not show",
