@@ -64,7 +64,7 @@ def of_completions(run: Run, completion_ids: Sequence[Sequence[int]], returned: 
         return None
     if not all(isinstance(one, Support) for one in returned):
         what, required = f"{' and '.join(found)} in exact mode", "an engine that returns the tokens that it draws from"
-        fix = "unset VLLM_USE_V2_MODEL_RUNNER, or drop these settings"
+        fix = "build the engine after enable(), or drop these settings"
         raise ConfigError(explain(what, required=required, found="none in its outputs", fix=fix))
     return [one.require(torch.tensor(ids), "TRL's completions") for one, ids in zip(returned, completion_ids, strict=True)]
 

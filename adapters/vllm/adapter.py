@@ -154,7 +154,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-_MASKS = "vLLM's V1 model runner returns sampling masks, also of requests with top_p and no top_k, or is gone"
+_MASKS = "vLLM returns sampling masks from each model runner, for requests without a top_k beside others too"
 #: in every mode, of releases whose engines can return sampling masks
 RECORDING: tuple[Patch, ...] = (
     Patch(
@@ -165,6 +165,11 @@ RECORDING: tuple[Patch, ...] = (
     Patch(
         "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", support.sample_tokens,
         reason="the output of the V1 model runner has a field for these tokens, which the runner leaves empty",
+        remove_when=_MASKS,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.sample.sampler", "Sampler.__call__", support.v2_sampler_call,
+        reason="return_sampling_mask=True would refuse requests without a top_k, and record the whole vocabulary of some",
         remove_when=_MASKS,
     ),
     Patch(

@@ -30,7 +30,11 @@ DIFFERENCES = (
     _MASKS,
     *(
         Difference(name, changed_in=_MASKS.changed_in, added=True, handled=_MASKS.handled)
-        for name in ("vllm.v1.outputs.SamplingMaskLists", "vllm.v1.core.sched.scheduler.Scheduler.return_sampling_mask")
+        for name in (
+            "vllm.v1.outputs.SamplingMaskLists",
+            "vllm.v1.core.sched.scheduler.Scheduler.return_sampling_mask",
+            "vllm.v1.worker.gpu.sample.sampler.Sampler.return_sampling_mask",
+        )
     ),
     _RETURNS,
     Difference(

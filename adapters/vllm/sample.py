@@ -219,7 +219,7 @@ def support_of(output: Any, draw: Draw) -> Support | None:
     masks = getattr(output, "sampling_mask", None)
     if masks is None:
         what, required = "top_k, top_p and min_p in a rollout", "an engine that returns the tokens that it draws from"
-        fix = "set logprobs_mode='processed_logprobs', and VLLM_USE_V2_MODEL_RUNNER=0"
+        fix = "set logprobs_mode='processed_logprobs'"
         raise ConfigError(explain(what, required=required, found="no sampling_mask", fix=fix))
     return Support.of(masks.token_ids).require(torch.tensor(output.token_ids), "vLLM's responses")
 

@@ -1,8 +1,8 @@
-"""Record, in vLLM's V1 model runner, which tokens each token was drawn from, and return it as vLLM's V2 runner does.
+"""Record which tokens each token was drawn from, in both model runners of vLLM.
 
-vLLM returns sampling masks from the V2 runner alone, for an engine in which every request has a top-k. Everything behind the
-runner, from the scheduler to ``CompletionOutput.sampling_mask``, serves both. Here the V1 runner records the tokens of requests
-with top-k, top-p or min-p, and nothing for the others.
+vLLM has a record of its own, the sampling masks, for engines with the V2 runner in which every request has a top-k. Everything
+behind the runner, from the scheduler to ``CompletionOutput.sampling_mask``, serves both. Here the runners record the tokens of
+requests with top-k, top-p or min-p, and nothing for the others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,34 @@ _LAST: Attached[Any] = Attached("_jetrl_masks", "what Sampler.forward returns to
 
 @replacement
 def scheduler_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ``Scheduler.__init__``: it passes on the masks that the V1 runner records."""
+    """Wrap ``Scheduler.__init__``: it passes on the masks that a runner records."""
     original(self, *args, **kwargs)
     self.return_sampling_mask = True
 
+
+# ---- The V2 model runner, whose sampler records every request of a batch, or none -----------------
+
+@replacement
+def v2_sampler_call(original: Any, self: Any, logits: Tensor, input_batch: Any) -> Any:
+    """Wrap V2's ``Sampler.__call__``: record a batch in which a request limits the tokens, and nothing of its other requests."""
+    import torch
+
+    if self.return_sampling_mask:  # the user's own setting
+        return original(self, logits, input_batch)
+    states, requests = self.sampling_states, input_batch.idx_mapping_np
+    limited = (states.top_k.np[requests] != states.vocab_size) | (states.top_p.np[requests] != 1)
+    limited |= states.min_p.np[requests] != 0
+    self.return_sampling_mask = bool(limited.any())
+    try:
+        output = original(self, logits, input_batch)
+    finally:
+        self.return_sampling_mask = False
+    if (masks := output.sampling_mask_tensors) is not None:
+        masks.counts.masked_fill_(torch.from_numpy(~limited).to(masks.counts.device, non_blocking=True), 0)
+    return output
+
+
+# ---- The V1 model runner -------------------------------------------------------------------------
 
 @replacement
 def sampler_sample(original: Any, self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:

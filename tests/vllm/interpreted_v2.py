@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import triton
@@ -24,6 +25,7 @@ from jetrl_patch.measure.parity import Draw, Job, Sample
 
 from .. import vision_models
 from .test_exact import apart, assert_equal, of_one_prefix, prompts_of, scored_apart, split_prompts
+from .test_support import MIXED
 from .test_weights import push, stream, worker_of
 
 assert triton.knobs.runtime.interpret and "vllm.triton_utils" not in sys.modules
@@ -176,6 +178,35 @@ def test_gated_delta_nets(checkpoint: Any, engine: Any, cached: bool, chunked: b
     samples, held = of_one_prefix(on_v2_runner(engine(job, 512)), shared=400)
     assert (held >= 100) is cached
     assert_equal(job, samples, tokens=96)
+
+
+@pytest.mark.parametrize("length", [SHORT, slow(LONG)])
+def test_requests_that_leave_out_tokens(checkpoint: Any, engine: Any, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some requests of a batch do, and vLLM's record keeps their tokens alone.
+
+    The interpreter cannot run two kernels. vLLM's function in PyTorch stands for the one that selects tokens, and a few lines for
+    the one that lists them.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    def from_logits(logits: torch.Tensor, num_sampled: torch.Tensor, most: int) -> SamplingMaskTensors:
+        kept = logits.isfinite() & (num_sampled > 0).unsqueeze(1)
+        ids = kept.int().sort(dim=1, descending=True, stable=True).indices[:, :most].int()
+        bits = torch.from_numpy(numpy.packbits(kept.numpy(), axis=1, bitorder="little"))  # read where equal logits are more
+        return SamplingMaskTensors(ids, bits, kept.sum(1).int(), logits.shape[1])
+
+    monkeypatch.setattr(sampler, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
+    monkeypatch.setattr(SamplingMaskTensors, "from_logits", staticmethod(from_logits))
+    exact()
+    job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
+    llm, samples = on_v2_runner(engine(job)), []
+    for size in (1, 7, 32):
+        samples += generate(llm, prompts_of(size, (1, 40), seed=size), length, MIXED)
+    assert_equal(job, samples, tokens=40 * length)
+    sizes = [0 if sample.support is None else int(sample.support.counts.max()) for sample in samples]
+    assert 0 in sizes and max(sizes) > 20
 
 
 @vision_models.needs_images
