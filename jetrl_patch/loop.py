@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry, session
 from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.exact.support import Support, of_batch, to_batch
+from jetrl_patch.exact.support import Support, placed
 from jetrl_patch.measure.mismatch import mismatch
 from jetrl_patch.sync.send import NamedTensor, SyncStats
 from jetrl_patch.trainer import audit, source
@@ -134,7 +134,10 @@ def log_probs(
         use_cache=False,
         logits_to_keep=count + 1,
     ).logits
-    edit = None if supports is None else of_batch(*to_batch(supports, count)).to(logits.device).edit
+    edit = None
+    if supports is not None:
+        pieces = ((row * count, support) for row, support in enumerate(supports))
+        edit = placed(pieces, len(input_ids) * count).to(logits.device).edit
     return token_log_probs(logits[:, :-1], input_ids[:, -count:], temperature, edit=edit)
 
 

@@ -208,6 +208,7 @@ def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: 
     batch = _batch.get()
     if batch is None:
         return original(logits, labels, temperature)
+    from jetrl_patch.exact.logprob import chained
     from jetrl_patch.exact.ops import token_log_probs
 
     first = batch.first
@@ -216,7 +217,7 @@ def log_probs_from_logits(original: Any, logits: Any, labels: Any, temperature: 
     stop = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
     banned = edit_of(first.flatten(), *(_on(tokens, logits.device) for tokens in (stop, WORKER.placeholders)))
     found = batch.drawn_from(labels.numel())
-    edit = banned if found is None else support.chained(banned, found.edit)
+    edit = banned if found is None else chained(banned, found.edit)
     return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
 
@@ -226,16 +227,15 @@ def compute_entropy(original: Any, logits: Any) -> Any:
 
     That is, of the logits [..., V] divided by the temperature, without the tokens that the rollout left out.
     """
+    from jetrl_patch.exact.logprob import divisor, edited
+
     batch = _batch.get()
     if batch is None:
         return original(logits)
     if (found := batch.drawn_from(logits.shape[:-1].numel())) is not None:
-        flat = logits.reshape(-1, logits.shape[-1])
-        logits = found.edit(flat, slice(0, len(flat))).view(logits.shape)
+        logits = edited(logits, found.edit)
     if batch.temperature == 1.0:
         return original(logits)
-    from jetrl_patch.exact.logprob import divisor
-
     return original(logits / divisor(batch.temperature, logits))
 
 

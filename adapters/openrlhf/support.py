@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
+from jetrl_patch.trainer.support import KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jetrl_patch.exact.logprob import Edit
     from jetrl_patch.exact.support import Support
-
-#: the key: the sizes of the supports of a sample's tokens (0 for a prompt's), and the token ids in them, both int32
-KEY = "jetrl_support"
 
 
 def add_to(sample: dict[str, Any], drawn: Sequence[Sequence[Sequence[int]] | None]) -> None:
@@ -45,7 +42,7 @@ def add_to(sample: dict[str, Any], drawn: Sequence[Sequence[Sequence[int]] | Non
     for (start, end), turn in zip(turns, filled, strict=True):
         rows[start:end] = turn
     found = Support.of(rows).require(torch.tensor(tokens), "an agent's sample")
-    sample["mm_train_inputs"] = {KEY: tuple(tensor.int().numpy() for tensor in (found.counts, found.ids))}
+    sample["mm_train_inputs"] = {KEY: found.pack()}
 
 
 @replacement
@@ -70,30 +67,24 @@ def of_rows(given: Any, sequences: Tensor, packed: Tensor | None, rows: int) -> 
         packed: mask of tokens [B, T], if the rows are those of a packed batch.
         rows: their number.
     """
-    import torch
-
-    from jetrl_patch.exact.support import Support
+    from jetrl_patch.exact.support import placed
 
     every = list(_dictionaries(given))
     if not any(every):
         return None
-    counts, ids, start = torch.zeros(rows, dtype=torch.int64), [], 0
     lengths = [sequences.shape[1]] * len(sequences) if packed is None else packed.sum(1).tolist()
+    return placed(_pieces(every, lengths), rows).to(sequences.device)
+
+
+def _pieces(every: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Iterator[tuple[int, Support]]:
+    """The supports of each sample's tokens but the first, and the row of logits that predicts the second."""
+    from jetrl_patch.exact.support import Support
+
+    start = 0
     for one, length in zip(every, lengths, strict=True):
         if one:
-            sizes, own = (torch.from_numpy(part).long() for part in one[KEY])
-            sizes = sizes[1:length]  # a row predicts the next token
-            counts[start : start + len(sizes)] = sizes
-            ids.append(own[: int(sizes.sum())])
+            yield start, Support.unpack(one[KEY]).part(1, length)
         start += length
-    return Support(counts, torch.cat(ids)).to(sequences.device)
-
-
-def chained(first: Edit | None, then: Edit) -> Edit:
-    """One edit of logits after another, if there is one."""
-    if first is None:
-        return then
-    return lambda block, part: then(first(block, part), part)
 
 
 def _dictionaries(given: Any) -> Iterator[dict[str, Any]]:

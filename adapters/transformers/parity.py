@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +49,10 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
     with torch.no_grad():
         for batch in batches:
             with recorder.recording() as chosen:
-                found.append(log_probs(model, batch))
+                rows = list(_logits(model, batch))
+            found.append(_picked(rows, token_log_probs))
             routes += _compared(batch, chosen)
-            apart += _apart(model, batch) if job.full else []
+            apart += _apart(rows) if job.full else []
             progress.done(len(found))
     speed = _speed(model, batches, progress) if job.cost else None
     together = torch.cat(found).cpu()
@@ -59,10 +60,10 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
     return Scored(together, speed, routes if routes.compared else None, full)
 
 
-def _apart(model: Any, batch: Sequence[Sample]) -> list[Tensor]:
+def _apart(rows: Iterable[Row]) -> list[Tensor]:
     """|Δ log-prob| of every token that could be drawn [values], of each response; infinite where only one side could draw it."""
     found = []
-    for x, s, edit in _logits(model, batch):
+    for x, s, edit in rows:
         x = x.float() if edit is None else edit(x.float(), slice(0, len(x)))
         own, theirs = log_softmax(x, divisor(s.draw.divisor, x)).cpu(), s.every
         assert theirs is not None
@@ -137,14 +138,20 @@ def _train(model: Any, batch: Sequence[Sample]) -> None:
 
 def log_probs(model: Any, samples: Sequence[Sample], formula: Callable[..., Tensor] = token_log_probs) -> Tensor:
     """Return FP32 log-probs [tokens] of one right-padded batch's responses, from logits by ``formula``, as they were drawn."""
-    found = []
-    for x, s, edit in _logits(model, samples):
-        labels = torch.tensor(s.response, device=model.device)
-        found.append(formula(x, labels, s.draw.divisor, edit=edit))
-    return torch.cat(found)
+    return _picked(_logits(model, samples), formula)
 
 
-def _logits(model: Any, samples: Sequence[Sample]) -> Iterator[tuple[Tensor, Sample, Edit | None]]:
+def _picked(rows: Iterable[Row], formula: Callable[..., Tensor]) -> Tensor:
+    """The log-probs [tokens] of the responses."""
+    found = (formula(x, torch.tensor(s.response, device=x.device), s.draw.divisor, edit=edit) for x, s, edit in rows)
+    return torch.cat(list(found))
+
+
+#: the logits [response, V] of a sample, the sample, and what leaves tokens out of them
+Row = tuple[Tensor, Sample, Edit | None]
+
+
+def _logits(model: Any, samples: Sequence[Sample]) -> Iterator[Row]:
     """Yield the logits [response, V] of each sample of one right-padded batch, and what leaves tokens out of them."""
     rows = [[*s.prompt, *s.response[:-1]] for s in samples]
     width = max(map(len, rows))

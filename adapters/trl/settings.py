@@ -113,10 +113,9 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
         return arguments.get(name) if owner else getattr(args, name, None)
 
     own, kind = type(arguments["self"]), kind_of(arguments["self"])
-    if args is not None:
-        yield from correction.problems(args, kind, config)
     configuration = kind.replace("Trainer", "Config")
     if args is not None:
+        yield from correction.problems(args, kind, config)
         tools, ratio = tools_of(arguments), "vllm_importance_sampling_correction"
         corrected = ratio if getattr(args, ratio, False) else ""
         needs = support.lacking(args, tools)

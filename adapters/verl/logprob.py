@@ -99,20 +99,23 @@ def prepare_model_outputs(
     A verl that divides by the temperature in line, in the logits' dtype, gets FP32 logits.
     """
     from jetrl_patch.adapters.verl.state import RECORD
+    from jetrl_patch.exact.logprob import chained, edited
 
     prepared, logits = RECORD.get(self), getattr(output, "logits", None)
     if logits is None:
         return original(self, output, output_args, micro_batch, *args, **kwargs)
     outside = None if prepared is None else banned_columns(logits, prepared.vocabulary, prepared.banned)
-    drawn = support.edit_of(micro_batch, logits, lambda block: ban(block, outside)) if prepared is not None else None
+    banned = None if outside is None else lambda block, rows: ban(block, outside)
+    drawn = None if prepared is None else support.of_rows(micro_batch, logits.shape)
+    left_out = None if drawn is None else chained(banned, drawn.edit)
     in_line = wants_float_logits()
     if prepared is None or in_line or not log_probs_alone(micro_batch, logits):
-        output.logits = ban(logits, outside) if drawn is None else edited(logits, drawn)
+        output.logits = ban(logits, outside) if left_out is None else edited(logits, left_out)
         temperatures = output_args.get("temperature_rmpad", output_args.get("temperature"))
         if in_line and not bool((temperatures == 1.0).all()):  # dividing by 1 is exact in any dtype
             output.logits = output.logits.float()
         return original(self, output, output_args, micro_batch, *args, **kwargs)
-    output.logits = PendingLogits(logits, drawn or (None if outside is None else lambda block, rows: ban(block, outside)))
+    output.logits = PendingLogits(logits, left_out or banned)
     return original(self, output, output_args, micro_batch, *args, **kwargs)
 
 
@@ -129,12 +132,6 @@ def log_probs_alone(micro_batch: Any, logits: Any) -> bool:
 
     packed = setting("use_remove_padding", True) and not setting("use_fused_kernels", False)
     return packed and not isinstance(logits, DTensor) and not any(setting(key, False) for key in _OTHER_READERS)
-
-
-def edited(logits: Any, edit: Callable[[Any, Any], Any]) -> Any:
-    """Return all logits [..., V] after an edit of their rows."""
-    flat = logits.reshape(-1, logits.shape[-1])
-    return edit(flat, slice(0, len(flat))).view(logits.shape)
 
 
 def banned_columns(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:

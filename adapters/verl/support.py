@@ -5,7 +5,8 @@ The server puts it into a sample's ``extra_fields``. verl's V0 trainer makes col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl import ulysses
@@ -16,14 +17,9 @@ from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import support
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from jetrl_patch.config import Config
     from jetrl_patch.errors import JetrlError
     from jetrl_patch.exact.support import Support
-
-#: the key of a sample: the sizes of its tokens' supports, and the token ids in them, both int32
-KEY = "jetrl_support"
 
 
 def select_of(select: Select) -> support.Select:
@@ -57,53 +53,49 @@ def extract_prompt_logprobs(original: Any, output: Any, num_prompt_logprobs: Any
         from jetrl_patch.exact.support import Support
 
         found = Support.of(masks.token_ids).require(torch.tensor(completion.token_ids), "vLLM's responses")
-        result_dict[KEY] = tuple(tensor.int().numpy() for tensor in (found.counts, found.ids))
+        result_dict[support.KEY] = found.pack()
 
 
-def of_rows(micro_batch: Any, rows: int, width: int | None = None) -> Support | None:
+def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
     """What the tokens that the rows of logits predict were drawn from; None if every one was drawn from all tokens.
 
     Args:
-        rows: their number. ``width`` of them are a sample's if samples are padded; else they follow one another, then padding.
+        shape: of the logits: [B, T, V] if samples are padded, else [1, T, V] or [T, V] with padding behind the last sample.
 
     Raises AuditError if a sample has fewer supports than tokens of its response.
     """
-    import torch
-
-    from jetrl_patch.exact.support import Support
+    from jetrl_patch.exact.support import placed
 
     given = _given(micro_batch)
     if not any(one is not None for one in given):
         return None
-    counts = torch.zeros(rows, dtype=torch.int64)
-    ids, start = [], 0
-    for one, (tokens, response) in zip(given, _lengths(micro_batch), strict=True):
+    *batch, rows, _ = shape
+    padded = batch and batch[0] > 1
+    pieces = _pieces(given, _lengths(micro_batch), rows if padded else None)
+    return placed(pieces, math.prod(shape[:-1])).to(micro_batch["input_ids"].device)
+
+
+def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int | None) -> Iterator[tuple[int, Support]]:
+    """The supports of each response, and the row of logits that predicts its first token. ``width``: of a padded sample."""
+    from jetrl_patch.exact.support import Support
+
+    start = 0
+    for one, (tokens, response) in zip(given, lengths, strict=True):
         if one is not None:
-            sizes, own = (torch.from_numpy(part).long() for part in one)
-            if len(sizes) < response:
-                fix = f"use verl's single-turn agent loop, or {support.ALL}"
-                required, found = f"one for each of {response} tokens", str(len(sizes))
-                raise AuditError(explain("the sampling supports of a response", required=required, found=found, fix=fix))
-            first = start + tokens - response - 1  # a row predicts the next token
-            counts[first : first + response] = sizes[:response]
-            ids.append(own[: int(sizes[:response].sum())])
+            found = Support.unpack(one)
+            if len(found.counts) < response:
+                what, fix = "the sampling supports of a response", f"use verl's single-turn agent loop, or {support.ALL}"
+                required = f"one for each of {response} tokens"
+                raise AuditError(explain(what, required=required, found=str(len(found.counts)), fix=fix))
+            yield start + tokens - response - 1, found.part(0, response)
         start += tokens if width is None else width
-    return Support(counts, torch.cat(ids)).to(micro_batch["input_ids"].device)
-
-
-def edit_of(micro_batch: Any, logits: Tensor, ban: Callable[[Any], Any]) -> Callable[[Any, slice], Any] | None:
-    """Return the edit of logits [..., V]: first ``ban``, then what the rollout left out; None if it left out nothing."""
-    rows = logits.shape[:-1].numel()
-    packed = len(logits) == 1 or len(logits) == rows
-    found = of_rows(micro_batch, rows, None if packed else logits.shape[1])
-    return None if found is None else lambda block, part: found.edit(ban(block), part)
 
 
 def _given(micro_batch: Any) -> Sequence[Any]:
-    if KEY in micro_batch.keys():  # noqa: SIM118  # a TensorDict's own test
-        return [getattr(one, "data", one) for one in micro_batch[KEY]]
+    if support.KEY in micro_batch.keys():  # noqa: SIM118  # a TensorDict's own test
+        return [getattr(one, "data", one) for one in micro_batch[support.KEY]]
     if "extra_fields" in micro_batch.keys():  # noqa: SIM118
-        return [getattr(one, "data", one).get(KEY) for one in micro_batch["extra_fields"]]
+        return [getattr(one, "data", one).get(support.KEY) for one in micro_batch["extra_fields"]]
     return ()
 
 

@@ -142,6 +142,19 @@ _MULTIPLE = 16
 Edit = Callable[[Tensor, slice], Tensor]
 
 
+def chained(first: Edit | None, then: Edit) -> Edit:
+    """One edit after another, if there is one."""
+    if first is None:
+        return then
+    return lambda block, part: then(first(block, part), part)
+
+
+def edited(logits: Tensor, edit: Edit) -> Tensor:
+    """All logits [..., V] after an edit of their rows."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return edit(flat, slice(0, len(flat))).view(logits.shape)
+
+
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,

@@ -6,8 +6,10 @@ trainer's logits would select others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +39,20 @@ class Support:
         return cls(counts, torch.tensor([token for row in rows for token in row], dtype=torch.int64))
 
     @classmethod
-    def cat(cls, parts: Sequence[Support]) -> Support:
-        """The supports of all parts, one after another."""
-        return cls(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
+    def unpack(cls, pair: Sequence[Any]) -> Support:
+        """What ``pack`` made of it."""
+        counts, ids = (torch.from_numpy(part).long() for part in pair)
+        return cls(counts, ids)
+
+    def pack(self) -> tuple[Any, Any]:
+        """Sizes and token ids as NumPy's int32, for a framework that sends samples between processes."""
+        return self.counts.int().numpy(), self.ids.int().numpy()
+
+    def part(self, start: int, stop: int) -> Support:
+        """The supports of the tokens from ``start`` to ``stop``. The host waits for those of a device."""
+        counts = self.counts[start:stop]
+        first = int(self.counts[:start].sum())
+        return Support(counts, self.ids[first : first + int(counts.sum())])
 
     def to(self, device: torch.device | str) -> Support:
         """The same on another device."""
@@ -50,7 +63,7 @@ class Support:
         if tokens.shape != self.counts.shape:
             found = f"{len(self.counts)} for {len(tokens)} tokens"
         else:
-            hit = torch.zeros_like(self.counts).index_add_(0, self._rows(), (self.ids == tokens[self._rows()]).long())
+            hit = torch.zeros_like(self.counts).index_add_(0, self._rows, (self.ids == tokens[self._rows]).long())
             missing = int(((self.counts > 0) & (hit != 1)).sum())
             if not missing:
                 return self
@@ -60,7 +73,7 @@ class Support:
 
     def edit(self, logits: Tensor, part: slice) -> Tensor:
         """Leave the other tokens out of FP32 logits [rows of ``part``, V]: an ``exact.logprob.Edit``. No host waits for it."""
-        counts, rows = self.counts[part], self._rows()
+        counts, rows = self.counts[part], self._rows
         first = part.start or 0
         height, width = logits.shape
         inside = (rows >= first) & (rows < first + height)
@@ -69,10 +82,20 @@ class Support:
         outside = kept[:-1].view(height, width).logical_not_() & (counts > 0).unsqueeze(1)
         return logits.masked_fill(outside, BANNED)
 
+    @functools.cached_property
     def _rows(self) -> Tensor:
         """The row [sum of counts] of each id."""
         every = torch.arange(len(self.counts), device=self.counts.device)
         return every.repeat_interleave(self.counts, output_size=len(self.ids))
+
+
+def placed(pieces: Iterable[tuple[int, Support]], rows: int) -> Support:
+    """The supports of ``rows`` tokens, from pieces and the row at which each begins, in order. The other rows have none."""
+    counts, ids = torch.zeros(rows, dtype=torch.int64), [torch.zeros(0, dtype=torch.int64)]
+    for start, piece in pieces:
+        counts[start : start + len(piece.counts)] = piece.counts
+        ids.append(piece.ids)
+    return Support(counts, torch.cat(ids))
 
 
 # ---- The same as two rectangular tensors, one row per sample, as training frameworks shuffle, split and send them

@@ -20,6 +20,8 @@ _LIMITS: Mapping[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": 
 _PENALTIES: Mapping[str, tuple[float | None, ...]] = {
     "repetition_penalty": (None, 1), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
 }  # fmt: skip
+#: the key of a sample that brings what its tokens were drawn from, as ``exact.support.Support.pack`` makes it
+KEY = "jetrl_support"
 #: how to leave out nothing
 ALL = "set top_p to 1, top_k to 0 and min_p to 0"
 

@@ -9,7 +9,9 @@ import torch
 
 from jetrl_patch.adapters.openrlhf import support
 from jetrl_patch.errors import AuditError
+from jetrl_patch.exact.logprob import chained
 from jetrl_patch.exact.support import Support
+from jetrl_patch.trainer.support import KEY
 from tests.openrlhf.run_openrlhf import Run, make_task
 from tests.openrlhf.test_e2e import DYNAMIC, TIMEOUT, UNIFIED, assert_exact, finish
 
@@ -31,10 +33,10 @@ def held(sample: dict[str, Any], drawn: Any) -> dict[str, Any]:
 
 
 def test_a_sample_gets_what_the_tokens_of_its_turns_were_drawn_from() -> None:
-    sizes, ids = held(TURNS, DRAWN)["mm_train_inputs"][support.KEY]
+    sizes, ids = held(TURNS, DRAWN)["mm_train_inputs"][KEY]
     assert sizes.tolist() == [0, 0, 2, 1, 0, 3] and ids.tolist() == [3, 4, 5, 7, 8, 9] and sizes.dtype == ids.dtype == "int32"
     assert held(TURNS, [[[], []], None]) == held(TURNS, []) == TURNS
-    assert held(TURNS, [None, DRAWN[1]])["mm_train_inputs"][support.KEY][0].tolist() == [0, 0, 0, 0, 0, 3]
+    assert held(TURNS, [None, DRAWN[1]])["mm_train_inputs"][KEY][0].tolist() == [0, 0, 0, 0, 0, 3]
     with pytest.raises(AuditError, match=r"required turns of \[2, 1\] tokens, found \[2\]"):
         held(TURNS, DRAWN[:1])
     with pytest.raises(AuditError, match="found 1 of 6 tokens that are not in theirs"):
@@ -64,8 +66,8 @@ def test_nothing_to_leave_out() -> None:
     assert support.of_rows(None, ids, None, 6) is support.of_rows([[None], [{"pixel_values": 1}]], ids, None, 6) is None
     logits = torch.randn(6, 9)
     left_out = Support.of([[1], [], [2], [], [], []]).edit
-    assert support.chained(None, left_out) == left_out
-    edit = support.chained(lambda block, part: block + 1, left_out)
+    assert chained(None, left_out) == left_out
+    edit = chained(lambda block, part: block + 1, left_out)
     assert torch.equal(edit(logits, slice(0, 6))[1], logits[1] + 1) and edit(logits, slice(0, 6))[0, 0] < -1e29
 
 

@@ -14,7 +14,9 @@ from jetrl_patch.adapters.verl import logprob, support
 from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError
+from jetrl_patch.exact.logprob import chained, edited
 from jetrl_patch.exact.support import Support
+from jetrl_patch.trainer.support import KEY
 from tests.verl.composed import composer
 from tests.verl.run_verl import A, M, R, Run, make_task
 from tests.verl.test_e2e import TIMEOUT, assert_exact, finish
@@ -66,7 +68,7 @@ def test_a_server_adds_what_the_tokens_were_drawn_from() -> None:
         support.extract_prompt_logprobs(lambda **_: None)(output=output, num_prompt_logprobs=None, result_dict=found)
         return found
 
-    counts, ids = returned([[3, 4], [5]], [4, 5])[support.KEY]
+    counts, ids = returned([[3, 4], [5]], [4, 5])[KEY]
     assert counts.tolist() == [2, 1] and ids.tolist() == [3, 4, 5] and counts.dtype == ids.dtype == "int32"
     assert returned(None, [4]) == returned([[], []], [4, 5]) == {"own": 1}
     with pytest.raises(AuditError, match="found 1 of 2 tokens that are not in theirs"):
@@ -87,34 +89,36 @@ def micro_batch(v1: bool, drawn: list[Any]) -> Any:
         responses = [torch.zeros(n).long() for n in (3, 1, 2)]
         return TensorDict(
             data | {"responses": torch.nested.nested_tensor(responses, layout=torch.jagged)}, 3
-        ).set_non_tensor("extra_fields", [{support.KEY: one, "own": 1} for one in found])
+        ).set_non_tensor("extra_fields", [{KEY: one, "own": 1} for one in found])
     mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])
     rest = {"responses": torch.zeros(3, 3), "attention_mask": mask}
-    return TensorDict(data | rest, 3).set_non_tensor(support.KEY, found)
+    return TensorDict(data | rest, 3).set_non_tensor(KEY, found)
 
 
 @pytest.mark.parametrize("v1", [False, True])
-@pytest.mark.parametrize(("rows", "width", "expected"), [(12, None, PACKED), (14, None, [*PACKED, [], []]), (15, 5, PADDED)])
-def test_each_row_gets_the_support_of_the_token_that_it_predicts(v1: bool, rows: int, width: Any, expected: Any) -> None:
-    found = support.of_rows(micro_batch(v1, DRAWN), rows, width)
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 12, 9), PACKED), ((12, 9), PACKED), ((1, 14, 9), [*PACKED, [], []]), ((3, 5, 9), PADDED)],
+)
+def test_each_row_gets_the_support_of_the_token_that_it_predicts(v1: bool, shape: Any, expected: Any) -> None:
+    found = support.of_rows(micro_batch(v1, DRAWN), shape)
     assert found is not None
     assert [row.tolist() for row in found.ids.split(found.counts.tolist())] == expected
 
 
 def test_a_sample_without_limits_needs_no_edit_and_one_with_too_few_is_an_error() -> None:
-    assert support.of_rows(micro_batch(False, [None] * 3), 12) is None
-    logits = torch.randn(1, 12, 20)
-    assert support.edit_of(micro_batch(True, [None] * 3), logits, lambda block: block) is None
+    for v1 in (False, True):
+        assert support.of_rows(micro_batch(v1, [None] * 3), (1, 12, 20)) is None
     with pytest.raises(AuditError, match="required one for each of 2 tokens, found 1"):
-        support.of_rows(micro_batch(True, [None, None, ([1], [5])]), 12)
+        support.of_rows(micro_batch(True, [None, None, ([1], [5])]), (1, 12, 20))
 
 
 @pytest.mark.parametrize("shape", [(1, 12, 20), (12, 20)])
 def test_the_banned_tokens_of_verl_are_left_out_too(shape: Any) -> None:
     logits, outside = torch.randn(shape), torch.arange(20) >= 18
-    edit = support.edit_of(micro_batch(True, DRAWN), logits, lambda block: logprob.ban(block, outside))
-    assert edit is not None
-    found = logprob.edited(logits, edit).view(12, 20)
+    drawn = support.of_rows(micro_batch(True, DRAWN), shape)
+    assert drawn is not None
+    found = edited(logits, chained(lambda block, rows: logprob.ban(block, outside), drawn.edit)).view(12, 20)
     kept = [[*range(18)] if not row else sorted(row) for row in PACKED]
     assert [(row > -1e29).nonzero()[:, 0].tolist() for row in found] == kept
     expected = Support.of(PACKED).edit(logprob.ban(logits.view(12, 20), outside), slice(0, 12))
@@ -122,7 +126,7 @@ def test_the_banned_tokens_of_verl_are_left_out_too(shape: Any) -> None:
 
 
 def test_fewer_tokens_than_supports_are_a_truncated_response() -> None:
-    found = support.of_rows(micro_batch(True, [([1, 1, 1, 2], [7, 8, 9, 6, 5]), None, None]), 12)
+    found = support.of_rows(micro_batch(True, [([1, 1, 1, 2], [7, 8, 9, 6, 5]), None, None]), (1, 12, 20))
     assert found is not None and found.ids.tolist() == [7, 8, 9]
 
 
