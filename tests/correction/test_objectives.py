@@ -75,6 +75,13 @@ def test_acr_widens_the_clip_by_what_is_truncated() -> None:
     assert log_prob.grad.item() == 0.0
 
 
+@pytest.mark.parametrize(("change", "expected"), [(100.0, 20.0), (19.0, 19.0), (-100.0, -20.0)])
+def test_a_log_ratio_is_clamped(change, expected) -> None:
+    """As in verl and OpenRLHF: one token cannot make the loss infinite."""
+    found, _ = ppo_loss(torch.full((1, 1), change), torch.zeros(1, 1), -torch.ones(1, 1), 1.0, 0.2)
+    assert found.item() == pytest.approx(math.exp(expected))
+
+
 def test_padding_without_a_ratio_gives_zero() -> None:
     found, _ = acr_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2), 2.0, 0.2, 0.2)
     assert found.tolist() == [[0.0, 0.0]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -63,6 +65,18 @@ def test_gradients_are_those_of_whole_logits(given, uses, block, monkeypatch):
     if block > T:
         assert torch.equal(dh, dh_whole) and torch.equal(dw, dw_whole)
     assert sqnr(dh, dh_whole) > SQNR_GEMM and sqnr(dw, dw_whole) > SQNR_GEMM  # ordinary products of other heights
+
+
+def test_blocks_add_to_a_bf16_weights_gradient_in_fp32(given, monkeypatch):
+    hidden, weight, labels = given[0], given[1].to(torch.bfloat16).requires_grad_(), given[2]
+    parts = []
+    for start in range(0, T, 16):
+        at = slice(start, min(start + 16, T))
+        (part,) = torch.autograd.grad(chunked_log_probs(hidden[at], weight, labels[at], ops.linear, rows=8)[0].sum(), weight)
+        parts.append(part.float())
+    monkeypatch.setattr(logprob, "LOGIT_BYTES", 2 * V * 16)
+    (found,) = torch.autograd.grad(chunked_log_probs(hidden, weight, labels, ops.linear, rows=8)[0].sum(), weight)
+    assert len(parts) > 2 and torch.equal(found, functools.reduce(torch.add, parts).to(torch.bfloat16))
 
 
 def test_a_frozen_head_gets_no_gradient(given):

@@ -49,6 +49,16 @@ def test_native_fprop_against_the_oracle(shape, scale_format):
     assert equal.float().mean() >= NATIVE_EQUALS_ORACLE
 
 
+def test_sums_are_rounded_to_fp32_after_every_block():
+    """2^24 + 1 is rounded to 2^24 before 2^24 is subtracted, in the definition and in the kernel."""
+    q = torch.ones(1, 3 * 128)
+    q[0, 129:256] = 0  # of the second block one product is left
+    x, s_x = q.to(FP8), torch.tensor([[2.0**17, 1.0, -(2.0**17)]])
+    w, s_w = torch.ones(1, 3 * 128).to(FP8), torch.ones(1, 3)
+    assert quantize.fprop(x, s_x, w, s_w, torch.float32).item() == 0.0
+    assert ops.fp8_gemm(x, s_x, w, s_w, torch.float32).item() == 0.0
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_a_row_depends_on_itself_alone(backend, out_dtype):

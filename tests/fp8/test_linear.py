@@ -14,7 +14,7 @@ from jetrl_patch.backends import quantize
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, quantized_gradient, set_quantized_gradient
 from jetrl_patch.models.layers import check_splits, is_quantized, is_row_parallel, matches
 
 from .layer import run_and_compare
@@ -334,3 +334,16 @@ def test_training_from_scratch_ends_near_bf16():
             last.append(loss.item())
         losses[kind] = sum(last[-50:]) / 50
     assert losses["fp8"] <= 1.02 * losses["bf16"], losses
+
+
+def test_bytes_travel_with_their_gradient_alone():
+    state, grad, both = Fp8State("pow2", "triton"), torch.randn(3, 128).bfloat16(), (object(), object())
+    assert quantized_gradient(grad, state) is None
+    set_quantized_gradient(grad, both, state)
+    assert quantized_gradient(grad, state) is both
+    for other in (Fp8State("fp32", "triton"), Fp8State("pow2", "deep_gemm")):
+        assert quantized_gradient(grad, other) is None
+    for changed in (grad + 1, grad.view(128, 3), grad.clone(), grad.detach()):
+        assert quantized_gradient(changed, state) is None
+    grad.mul_(2)
+    assert quantized_gradient(grad, state) is None

@@ -269,8 +269,12 @@ def test_a_broken_promise_is_seen(write):
     assert torch.equal(bytes_of(model), current(model))
 
 
-def test_a_write_without_a_trace_is_audited(monkeypatch):
-    """One layer after the other: a weight that changes between forward and backward ends the run, with its name."""
+@pytest.mark.parametrize("write", [lambda p: p.data[7].neg_(), lambda p: p.data.mul_(2)], ids=["bytes", "scales"])
+def test_a_write_without_a_trace_is_audited(write, monkeypatch):
+    """One layer after the other: a weight that changes between forward and backward ends the run, with its name.
+
+    A changed sign leaves the scales as they are; a weight that is doubled keeps its bytes.
+    """
     monkeypatch.setattr(unchanged, "_turns", itertools.count())
     model, found = make(), []
 
@@ -279,7 +283,7 @@ def test_a_write_without_a_trace_is_audited(monkeypatch):
             for x in micro_batches(0, 1):
                 y = model(x).float().pow(2).mean()
                 for p in model.parameters():
-                    p.data[7].neg_()  # the scales stay
+                    write(p)
                 y.backward()
 
     for _ in range(LAYERS):

@@ -126,6 +126,14 @@ def test_no_gradients_make_a_larger_update(betas, values):
     assert (oracle(grads, *betas, eps=0.0)[:, 0].abs().nan_to_num() <= torch.tensor(most)).all()
 
 
+def test_a_second_moment_that_was_lost_moves_no_weight_further() -> None:
+    """Divided by almost nothing, an update is as large as AdamW's can be at this step, and no larger."""
+    p, lr, step = torch.zeros(2), torch.tensor(0.5), torch.tensor(3.0)
+    adamw(p, torch.zeros(2), step, torch.tensor([1.0, -1.0]), torch.full((2,), 1e-12), lr, 0.9, 0.999, 0.0, 1e-8, False)
+    most = 0.5 * largest_update(step, 0.9, 0.999)
+    assert torch.equal(p, torch.stack((-most, most)))
+
+
 @pytest.mark.parametrize("steps", [1, 2, 10, 300])
 def test_the_worst_gradients_reach_it(steps):
     """By Cauchy and Schwarz those proportional to aᵢ/bᵢ: (β1/β2)^i, the last one first."""

@@ -37,6 +37,11 @@ def test_every_bit_comes_back(scale_format, shape, spread):
         assert scales.dtype == s.dtype and torch.equal(scales.view(torch.int32), s.view(torch.int32))
 
 
+def test_a_byte_that_is_no_exponent_is_nan():
+    found = packing_of("mxfp8").unpacked_scales(torch.tensor([[255, 254, 0]], dtype=torch.uint8), (1, 3))
+    assert found.isnan().tolist() == [[True, False, False]]
+
+
 @pytest.mark.parametrize("scale_format", list(FORMATS))
 def test_a_sync_sends_the_bits_of_the_format(scale_format):
     terms, stats = dataclasses.replace(TERMS, scale_format=scale_format), SyncStats()

@@ -79,6 +79,15 @@ def test_a_later_whole_sync_heals_the_engine():
     assert not torch.isnan(engine.tensors[Q].float()).any()
 
 
+def test_a_whole_sync_ends_a_refusal():
+    receiver = Receiver(Engine(), TERMS)
+    receiver.refuse(SyncError("something else wrote a weight"))
+    with pytest.raises(SyncError, match="something else wrote a weight"):
+        receiver.check_serving()
+    _push(receiver, _sent())
+    assert receiver.check_serving() is None
+
+
 @pytest.mark.parametrize("index", [1, 2, 5])
 def test_a_missing_tensor_is_named_and_poison_stays(index):
     items = _sent()
@@ -311,6 +320,13 @@ def test_bytes_of_a_layer_that_left_fp8_are_proven_too():
     engine = Engine()
     engine.break_bytes = Q
     _fails(_sent(**GUARDED), match=f"{Q}: the bytes in the rollout engine are not those", engine=engine)
+
+
+def test_a_layer_that_left_fp8_must_be_in_memory():
+    engine = Engine()
+    installed = engine.installed
+    engine.installed = lambda plain: [rect for rect in installed(plain) if rect.name != Q]
+    _fails(_sent(**GUARDED), match=f"{Q} was sent, but no part of it is in the rollout engine", engine=engine)
 
 
 def test_an_engine_that_cannot_change_a_layer_stops_and_serves_no_mix():

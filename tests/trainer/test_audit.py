@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -63,7 +65,8 @@ def test_a_difference_can_be_logged_instead(batch, caplog):
     assert not audit.compare(changed, rollout, mask, GO_ON) and audit.failed
     assert "response token 1 of sample 0" in caplog.text and caplog.records[0].levelname == "ERROR"
     assert audit.compare(trainer, rollout, mask, GO_ON) and audit.failed  # for the rest of the run
-    found, _ = audit.merged([])
+    found, _ = audit.merged([{"audit": Audit().report()}])
+    assert audit.failed  # whatever the other processes found
     expected = mismatch(torch.cat([changed, trainer]), torch.cat([rollout] * 2), torch.cat([mask] * 2))
     assert found == expected and found.bit_equal_fraction == 21 / 22
 
@@ -109,5 +112,8 @@ def test_nothing_compared_is_nothing_logged():
 def test_the_sample_is_spread_over_the_batch(count, fraction, multiple):
     found = sample(count, fraction, multiple)
     assert len(found) == len(set(found)) and found == sorted(found) and all(0 <= i < count for i in found)
+    if found:
+        gaps = [after - before for before, after in itertools.pairwise([*found, count])]
+        assert found[0] == 0 and max(gaps) - min(gaps) <= 1
     assert len(found) % multiple == 0 and len(found) >= fraction * count
     assert len(found) < fraction * count + multiple or not fraction
