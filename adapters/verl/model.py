@@ -82,6 +82,8 @@ def forward_backward_batch(original: Any, self: Any, data: Any, loss_function: A
     """
     from jetrl_patch.fp8.unchanged import unchanged_weights
 
+    if RECORD.get(self) is None:  # a model that the plugin did not convert, such as a critic's
+        return original(self, data, loss_function, forward_only)
     whole = self.device_mesh.size(-1) == 1 or not self.engine_config.reshard_after_forward
     with unchanged_weights(self.module, gradients=not forward_only) if whole else contextlib.nullcontext():
         return original(self, data, loss_function, forward_only)
