@@ -51,8 +51,8 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-verl demo-openrlhf compare quick test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults soak official \
-        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl lint bench bench-gpu hopper venv clean
+.PHONY: help demo demo-verl demo-openrlhf compare quick test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults mutations soak official judges \
+        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl judges-packages lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
@@ -125,6 +125,11 @@ proof: $(SELF) $(LEARNER)
 faults: $(SELF)
 	$(QUIET) $(PY) -m tests.campaigns.faults $(ARGS)
 
+## applies single changes to decisive lines, each of which a test must notice: half an hour
+# goes on where it was stopped; ARGS=journal applies those whose file has the text
+mutations: $(SELF)
+	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m tests.campaigns.mutations $(ARGS)
+
 ## a thousand steps in each framework, watched for leaks: hours
 # the last steps run again, killed three times and resumed; ARGS="verl --steps 200" is shorter
 soak: $(SELF)
@@ -136,6 +141,11 @@ soak: $(SELF)
 official: $(SELF)
 	@test -n "$(SCRIPTS)" || { echo "make official needs SCRIPTS: one or more checkouts of verl or OpenRLHF" >&2; exit 1; }
 	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.official $(SCRIPTS) $(if $(RUN),--run $(patsubst 1,"",$(RUN))) $(ARGS)
+
+## runs the test suites of others without and with the plugin; CHECKOUTS="--vllm DIR --verl DIR": an hour
+# goes on where it was stopped; writes docs/judges.md; ARGS="--only TRL" runs those alone
+judges: $(SELF) $(VENV)/judges $(VENV)/trl
+	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.judges $(CHECKOUTS) $(ARGS)
 
 ## lint, types and the tests, with real runs of verl and OpenRLHF: half an hour; ARGS="tests/sync -x" runs only those
 # Two files at a time. tests/vllm, whose tests hold an engine in their own process, runs in a separate pytest at the same time,
@@ -149,7 +159,7 @@ else
 endif
 
 ## lint, types and the tests that start no engine: about ten minutes
-quick: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(GYM)
+quick: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(VENV)/judges $(GYM)
 	$(TEST) -m "not slow and not e2e" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl
@@ -158,14 +168,14 @@ test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl
 	status=$$?; cat outputs/test-engines.log; exit $$status
 
 # DeepSpeed's operator first: two runs that need it at once would share its build, and one that is killed then stops the other
-test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(GYM)
+test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(VENV)/judges $(GYM)
 	@mkdir -p outputs
 	DS_ACCELERATOR=cpu $(PY) -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" >outputs/deepspeed.log 2>&1 || cat outputs/deepspeed.log
 	$(TEST) -m "not slow" --cpu-seconds outputs/cpu-seconds-others.json --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## adds the slow tests: every model family, more ranks, both trainers, killed workers
 # one file at a time, because of their memory
-test-all: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(GYM)
+test-all: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(VENV)/judges $(GYM)
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
 	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm
@@ -257,6 +267,16 @@ trl: $(VENV)/trl
 $(VENV)/trl: requirements/trl.txt | $(SELF)
 	rm -rf $@
 	$(PIP) --target $@ -r $<
+	@touch $@
+
+## installs the packages of others that judge a run
+judges-packages: $(VENV)/judges
+
+# molt-rl's wheel has a package named tests
+$(VENV)/judges: requirements/judges.txt | $(SELF)
+	rm -rf $@
+	$(PIP) --target $@ -r $<
+	rm -rf $@/tests
 	@touch $@
 
 ## ruff and mypy

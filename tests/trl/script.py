@@ -6,7 +6,8 @@ Some keys of the settings are for the script: "rloo" takes that trainer instead 
 passes the model itself instead of its folder, "vision" is a folder with one that is asked about pictures, "lora" has arguments of
 peft's ``LoraConfig``, "tools" adds tools and an environment, "fsdp2" shards the model, "change" is a number that the reward
 function adds to a weight, "weights" saves the trained ones, "resume" names a checkpoint, "half" leaves rank 1 without the plugin,
-"kill" is a process group that ends in the next sync after a step, "full" is whether the disk is full then.
+"kill" is a process group that ends in the next sync after a step, "full" is whether the disk is full then, "martingale" is a
+folder for that package's record of the run.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from typing import Any
 import jetrl_patch
 
 plugin, given = (json.loads(word) for word in sys.argv[1:])
-own = ("change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family", "vision", "full", "loaded")
+own = (
+    "change", "weights", "resume", "half", "rloo", "lora", "tools", "fsdp2", "kill", "family", "vision", "full", "loaded",
+    "martingale",
+)  # fmt: skip
 (
-    change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family, vision, full, loaded,
+    change, weights, resume, half, rloo, lora, tools, fsdp2, kill, family, vision, full, loaded, martingale,
 ) = (given.pop(name, None) for name in own)  # fmt: skip
 if plugin is not None and not (half and os.environ.get("RANK") == "1"):
     jetrl_patch.enable(**plugin)
@@ -71,6 +75,10 @@ if given.get("vllm_enable_sleep_mode"):
 if fsdp2 is not None:
     given |= parts.fsdp2(fsdp2)
 kind, configuration = (trl.RLOOTrainer, trl.RLOOConfig) if rloo else (trl.GRPOTrainer, trl.GRPOConfig)
+if martingale:
+    from martingale.integrations.trl import MartingaleGRPOTrainer, MartingaleRecorder
+
+    kind, more["flight_recorder"] = MartingaleGRPOTrainer, MartingaleRecorder(martingale, tokenizer=tokenizer)
 args = configuration(**(settings | given))
 if fsdp2 is not None:
     parts.let_accelerate_shard()
@@ -81,5 +89,7 @@ trainer = kind(
 trainer.train(resume_from_checkpoint=resume)
 if trainer.accelerator.is_main_process:
     Path("log.json").write_text(json.dumps(trainer.state.log_history))
+    if martingale:
+        Path("head.txt").write_text(more["flight_recorder"].head())
     if weights:
         torch.save({name: value.detach() for name, value in trainer.model.named_parameters()}, weights)

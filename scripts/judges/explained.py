@@ -1,0 +1,44 @@
+"""Why a test of others ends differently with the plugin than without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+__all__ = ["EXPLAINED", "reason"]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Patterns of suites and tests, the arms, and one sentence."""
+
+    suite: str
+    test: str
+    arms: tuple[str, ...]
+    why: str
+
+
+_EXACT = ("exact",)
+EXPLAINED = (
+    Explained(
+        "vLLM determinism*", "*::test_logprobs_without_batch_invariance_should_fail*", _EXACT,
+        "passes only if log-probs depend on the batch, which a stock engine's do and an exact engine's do not",
+    ),
+    Explained(
+        "TRL, vLLM", "*", ("bf16", *_EXACT),
+        "passes; without the plugin vLLM cannot load weights twice on a CPU, where its parameters lose their `weight_loader`",
+    ),
+    Explained(
+        "RL-Kernel operators", "*::test_native_swiglu_matches_fp32_reference*", _EXACT,
+        "expects one rounding; SiLU(gate) is rounded to BF16 before the product with up, as in Hugging Face's models",
+    ),
+    Explained(
+        "vLLM determinism*", "*", _EXACT, "passes with an exact engine; a stock engine's log-probs depend on the batch",
+    ),
+)  # fmt: skip
+
+
+def reason(suite: str, arm: str, test: str) -> str | None:
+    """The first explanation that fits, or None."""
+    fits = (one for one in EXPLAINED if arm in one.arms and fnmatchcase(suite, one.suite) and fnmatchcase(test, one.test))
+    return next((one.why for one in fits), None)
