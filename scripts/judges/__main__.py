@@ -136,7 +136,7 @@ def texts(results: list[dict[str, Any]]) -> dict[str, str]:
     reasons: Counter[tuple[str, str, str]] = Counter()
     for row in results:
         reasons.update((row["suite"], row["plugin"], move["why"] or "not explained") for move in row["moved"].values())
-    listed = [f"- {suite}, {arm}, {number} tests: {why}" for (suite, arm, why), number in reasons.items()]
+    listed = [f"- {suite}, {arm}, {number} test{'s' * (number > 1)}: {why}" for (suite, arm, why), number in reasons.items()]
     where = "; ".join(sorted({f"{row['processor']}, {row['date']}" for row in results}))
     return {"judges": markdown(table) + f"\nRun on two cores: {where}.\n", "moved": "\n".join(listed) + "\n"}
 
