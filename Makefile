@@ -51,7 +51,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: help demo demo-verl demo-openrlhf compare quick test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults mutations soak official judges \
+.PHONY: help demo demo-verl demo-openrlhf compare quick test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults mutations combinations soak official judges \
         test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl judges-packages lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -129,6 +129,11 @@ faults: $(SELF)
 # goes on where it was stopped; ARGS=journal applies those whose file has the text
 mutations: $(SELF)
 	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m tests.campaigns.mutations $(ARGS)
+
+## judges random combinations of settings, options, shapes and models in TRL, and runs some for real: half an hour
+# goes on where it was stopped; ARGS="--first 300 --seeds 1000 --runs 100" draws others
+combinations: $(SELF) $(VENV)/trl
+	$(QUIET) $(PY) -m tests.campaigns.combinations $(ARGS)
 
 ## a thousand steps in each framework, watched for leaks: hours
 # the last steps run again, killed three times and resumed; ARGS="verl --steps 200" is shorter

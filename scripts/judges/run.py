@@ -20,8 +20,6 @@ from scripts.judges.suites import ARMS, Suite
 __all__ = ["Outcome", "Run", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
-#: seconds for one test; those that wait for a network never end
-_TEST_LIMIT = 180
 _NAMES = "names"
 #: what all arms share
 _ENVIRON = {
@@ -64,7 +62,7 @@ def run(suite: Suite, arm: str, checkout: Path, packages: Path, folder: Path) ->
     if suite.model:
         environ["VLLM_TEST_MODEL"] = str(models.write(folder / "models", suite.model))
     command = [
-        sys.executable, "-m", "pytest", *files(place, suite.tests), f"--rootdir={place}", "-q", "--timeout", str(_TEST_LIMIT),
+        sys.executable, "-m", "pytest", *files(place, suite.tests), f"--rootdir={place}", "-q", "--timeout", str(suite.limit),
         "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={report}", *suite.options,
         *(["-k", suite.select] if suite.select else []),
     ]  # fmt: skip

@@ -34,6 +34,7 @@ class Suite:
         linked: a package of the environment that the tests look for in their working directory.
         copied: folders of the checkout besides ``tests`` that the tests import.
         hub: the working directory has the models and data sets of ``hub``.
+        limit: seconds for one test; those that wait for a network never end.
         again: tests that moved run once more, their files alone, because others in the same process can make them fail.
     """
 
@@ -50,6 +51,7 @@ class Suite:
     copied: tuple[str, ...] = ()
     hub: bool = False
     again: bool = False
+    limit: int = 300
 
 
 _DETERMINISM = "tests/v1/determinism"
@@ -92,7 +94,7 @@ SUITES = (
     Suite(
         "verl on CPU", "verl", "verl",
         ("tests/**/test_*_on_cpu.py", "tests/**/test_*_cpu.py", "tests/trainer/ppo/test_rollout_corr*.py"),
-        linked="verl", again=True,
+        linked="verl", again=True, limit=60,
     ),
     Suite("OpenRLHF", "openrlhf", "openrlhf", ("tests/test_*.py",), linked="openrlhf"),
     _trl("TRL, vLLM", select="vllm"),
