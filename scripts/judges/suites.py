@@ -94,7 +94,7 @@ SUITES = (
     Suite(
         "verl on CPU", "verl", "verl",
         ("tests/**/test_*_on_cpu.py", "tests/**/test_*_cpu.py", "tests/trainer/ppo/test_rollout_corr*.py"),
-        linked="verl", again=True, limit=60,
+        again=True, limit=60,
     ),
     Suite("OpenRLHF", "openrlhf", "openrlhf", ("tests/test_*.py",), linked="openrlhf"),
     _trl("TRL, vLLM", select="vllm"),
