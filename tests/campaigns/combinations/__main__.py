@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from jetrl_patch.config import Config
 from scripts.tables import markdown
 from tests.campaigns.combinations.draw import Combination, combination
 from tests.trl import run_python
@@ -56,7 +57,7 @@ def wrong(case: Combination, error: str, log: list[dict[str, Any]]) -> str:
         lines = [line for line in error.splitlines() if "Error: " in line]
         return f"accepted, but it ended: {(lines or error.splitlines())[-1][:300]}"
     compared = [row["jetrl/bit_equal_fraction"] for row in log if row.get("jetrl/tokens")]
-    if case.plugin["precision"] != "fp8-unified" or case.plugin.get("align", "exact") != "exact":
+    if not Config(**case.plugin).exact:
         return "" if compared else "nothing was compared"
     return "" if compared and set(compared) == {1.0} else f"not exact: bit-equal fractions {compared}"
 
