@@ -22,6 +22,7 @@ from scripts.judges.explained import reason
 from scripts.judges.run import ROOT, Outcome, Run, run
 from scripts.judges.suites import STOCK, SUITES, Suite
 from scripts.tables import filled, markdown, processor
+from tests.trl import VERSION as TRL
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "judges.md"
@@ -98,7 +99,8 @@ def rows(suite: Suite, checkout: Path, args: argparse.Namespace) -> list[dict[st
 
 
 def against(suite: Suite) -> str:
-    return f"{suite.judged} {installed_version(suite.judged)}"
+    """What a suite judges, and in which version."""
+    return f"{suite.judged} {TRL if suite.judged == 'trl' else installed_version(suite.judged)}"
 
 
 def main() -> int:

