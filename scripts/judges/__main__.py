@@ -1,8 +1,8 @@
 """Judge the plugin by the test suites of others: ``python -m scripts.judges --vllm DIR --verl DIR`` (``make judges``).
 
-Each suite runs without the plugin and with it. A test that ends differently runs once more, its file alone, in both arms; if it
-still differs, it needs an entry in ``explained.py``, else the exit status is 1. Finished runs are kept in ``--out``, and a later
-call continues there.
+Each suite runs without the plugin and with it. A test that ends differently needs an entry in ``explained.py``, else the exit
+status is 1. In suites whose tests disturb one another it runs once more first, its file alone, in both arms. Finished runs are
+kept in ``--out``, and a later call continues there.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from jetrl_patch.patching.guards import installed_version
 from scripts.judges.explained import reason
-from scripts.judges.run import ROOT, Outcome, Run, run
+from scripts.judges.run import ROOT, Outcome, Run, own_folders, run
 from scripts.judges.suites import STOCK, SUITES, Suite
 from scripts.tables import filled, markdown, processor
-from tests.trl import VERSION as TRL
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "judges.md"
@@ -74,7 +74,7 @@ def settled(suite: Suite, arm: str, stock: Run, other: Run, checkout: Path, args
         suspects = {name: pair for name, pair in again.items() if name in suspects}
     found = {}
     for name, (before, after) in suspects.items():
-        why, message = reason(suite.name, arm, name), after.message or before.message
+        why, message = reason(suite.name, arm, name, after.verdict), after.message or before.message
         found[name] = {"from": before.verdict, "to": after.verdict, "message": message, "why": why}
     return found
 
@@ -100,7 +100,8 @@ def rows(suite: Suite, checkout: Path, args: argparse.Namespace) -> list[dict[st
 
 def against(suite: Suite) -> str:
     """What a suite judges, and in which version."""
-    return f"{suite.judged} {TRL if suite.judged == 'trl' else installed_version(suite.judged)}"
+    own = distributions(name=suite.judged, path=own_folders(suite))
+    return f"{suite.judged} {next((found.version for found in own), None) or installed_version(suite.judged)}"
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from jetrl_patch.patching.guards import installed_version
 from scripts.judges import hub, models
 from scripts.judges.suites import ARMS, Suite
 
-__all__ = ["Outcome", "Run", "run"]
+__all__ = ["Outcome", "Run", "own_folders", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = "names"
@@ -111,6 +111,11 @@ def _furnish(place: Path, suite: Suite, checkout: Path) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed_version('vllm')}+cpu\n")
 
 
+def own_folders(suite: Suite) -> list[str]:
+    """The folder of a framework that is installed beside the environment, as TRL is; none for the others."""
+    folder = Path(sys.prefix) / suite.judged
+    return [str(folder)] if folder.is_dir() else []
+
+
 def _path(suite: Suite, packages: Path, place: Path) -> str:
-    own = [Path(sys.prefix) / suite.judged] if suite.judged == "trl" else []  # verl imports TRL wherever it is installed
-    return os.pathsep.join(map(str, [packages, *own, place / _NAMES, ROOT]))
+    return os.pathsep.join([str(packages), *own_folders(suite), str(place / _NAMES), str(ROOT)])

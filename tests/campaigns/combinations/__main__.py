@@ -20,12 +20,12 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from scripts.tables import markdown
+from tests.campaigns import kept
 from tests.campaigns.combinations.draw import Combination, combination
 from tests.trl import run_python
 
-ROOT = Path(__file__).resolve().parents[3]
-DONE = ROOT / "build" / "combinations.json"
-SCRIPT = ROOT / "tests" / "trl" / "script.py"
+NAME = "combinations"
+JUDGE, SCRIPT = Path(__file__).with_name("judge.py"), kept.ROOT / "tests" / "trl" / "script.py"
 #: seconds from the start of a script that is refused to its error
 SOON = 60.0
 
@@ -34,8 +34,7 @@ def judged(cases: list[Combination]) -> dict[int, tuple[str, str]]:
     """Seed -> who refuses the combination and why."""
     given = json.dumps([[case.plugin, case.given] for case in cases])
     with tempfile.TemporaryDirectory() as folder:
-        done = run_python(Path(folder), "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; "
-                          "runpy.run_module('tests.campaigns.combinations.judge', run_name='__main__')", given=given)  # fmt: skip
+        done = run_python(Path(folder), str(JUDGE), given=given)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     return {case.seed: tuple(verdict) for case, verdict in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True)}
@@ -63,6 +62,7 @@ def wrong(case: Combination, error: str, log: list[dict[str, Any]]) -> str:
 
 
 def wrong_refusal(said: str, error: str, seconds: float) -> str:
+    """What is wrong with a run that was refused as ``said``; empty if nothing."""
     if said.split(". ")[0] not in " ".join(error.split()):
         return f"the run says something else: {error.splitlines()[-1][:300] if error else 'nothing'}"
     return f"the error came after {seconds:.0f} s" if seconds > SOON else ""
@@ -80,20 +80,18 @@ def main() -> int:
     counted = Counter(who or "accepted" for who, _ in verdicts.values())
     accepted = [case for case in cases if not verdicts[case.seed][0]][: args.runs]
     refused = [case for case in cases if verdicts[case.seed][0] == "plugin"][: args.refusals]
-    done: dict[str, str] = json.loads(DONE.read_text()) if DONE.is_file() else {}
+    done = kept.read(NAME)
     for case in (*accepted, *refused):
-        key = json.dumps([case.plugin, case.given])
-        if key not in done:
+        if case.key not in done:
             error, log, seconds = run(case)
             said = verdicts[case.seed][1]
-            done[key] = wrong_refusal(said, error, seconds) if said else wrong(case, error, log)
-            print(f"seed {case.seed}, {seconds:.0f} s: {done[key] or 'right'}", flush=True)
-            DONE.parent.mkdir(exist_ok=True)
-            DONE.write_text(json.dumps(done, indent=1))
-    bad = [case for case in (*accepted, *refused) if done[json.dumps([case.plugin, case.given])]]
+            done[case.key] = wrong_refusal(said, error, seconds) if said else wrong(case, error, log)
+            print(f"seed {case.seed}, {seconds:.0f} s: {done[case.key] or 'right'}", flush=True)
+            kept.write(NAME, done)
+    bad = [case for case in (*accepted, *refused) if done[case.key]]
     unstable = [seed for seed, (who, _) in verdicts.items() if who == "unstable"]
     for case in bad:
-        print(f"WRONG seed {case.seed}: {case.plugin} {case.given}: {done[json.dumps([case.plugin, case.given])]}")
+        print(f"WRONG seed {case.seed}: {case.plugin} {case.given}: {done[case.key]}")
     row = {"judged": len(cases), **counted, "run": len(accepted), "refusals run": len(refused), "wrong": len(bad) + len(unstable)}
     print(markdown([row]))
     return 1 if bad or unstable else 0

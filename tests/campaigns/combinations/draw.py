@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jetrl_patch.config import SETTINGS, Config
@@ -64,8 +65,13 @@ class Combination:
     """What a seed stands for: the plugin's settings, and what ``tests/trl/script.py`` takes."""
 
     seed: int
-    plugin: dict[str, Any] = field(hash=False)
-    given: dict[str, Any] = field(hash=False)
+    plugin: dict[str, Any]
+    given: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """What its verdict depends on."""
+        return json.dumps([self.plugin, self.given])
 
 
 def combination(seed: int) -> Combination:

@@ -20,6 +20,7 @@ from jetrl_patch.errors import JetrlError
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # isort: skip
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.campaigns.combinations.draw import SCRIPTS_OWN
 from tests.models import config_of
 from tests.trl import CHECKPOINT

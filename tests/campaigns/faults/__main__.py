@@ -6,7 +6,6 @@ build/faults.json, and a later call continues there. Remove the file to start ov
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns import kept
 from tests.campaigns.faults.cells import TIMEOUT, Cell, cells
 from tests.campaigns.faults.judge import QUESTIONS, Stage, Verdict
 from tests.campaigns.faults.runs import RunCell, Setting, judge, run_cells
 
-DONE = Path(__file__).parents[3] / "build" / "faults.json"
+NAME = "faults"
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "JETRL_SYNC_TIMEOUT": str(TIMEOUT)}
 
 
@@ -29,8 +29,7 @@ def keep(verdicts: Iterator[tuple[Cell | RunCell, Verdict]], title: str, total: 
 
     for cell, verdict in track(verdicts, title, total=total):
         done[cell.name] = {**vars(verdict), "good": verdict.good}
-        DONE.parent.mkdir(exist_ok=True)
-        DONE.write_text(json.dumps(done, indent=1))
+        kept.write(NAME, done)
         if not verdict.good:
             print(f"RED {cell.name}: {'; '.join(verdict.why)}", flush=True)
 
@@ -81,7 +80,7 @@ def main(arguments: list[str]) -> int:
     runs, make = "runs" in arguments, run_cells if "runs" in arguments else cells
     parts = [word for word in arguments if word not in ("verl", "openrlhf", "runs")]
     chosen: list[Any] = [cell for framework in frameworks for cell in make(framework) if all(part in cell.name for part in parts)]
-    done: dict[str, Any] = json.loads(DONE.read_text()) if DONE.exists() else {}
+    done = kept.read(NAME)
     left = [cell for cell in chosen if cell.name not in done]
     if left:
         (judge_runs if runs else judge_syncs)(left, done)

@@ -8,7 +8,6 @@ are. Exit status 1 if a change survives.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import queue
 import shutil
@@ -22,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.tables import markdown
+from tests.campaigns import kept
+from tests.campaigns.kept import ROOT
 from tests.campaigns.mutations.changes import Change, changes
 
-ROOT = Path(__file__).resolve().parents[3]
-DONE = ROOT / "build" / "mutations.json"
+NAME = "mutations"
 #: copies of the tree, each with tests of its own
 WORKERS = 2
 #: seconds; a change that makes a test hang counts as found
@@ -39,7 +39,7 @@ def main() -> int:
 
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [change for change in changes() if part in change.name]
-    done: dict[str, str] = json.loads(DONE.read_text()) if DONE.is_file() else {}
+    done = kept.read(NAME)
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(WORKERS) as pool:
         trees: queue.Queue[Path] = queue.Queue()
         for number in range(WORKERS):
@@ -51,8 +51,7 @@ def main() -> int:
         for future in track(as_completed(running), "changes", total=len(todo)):
             change = running[future]
             done[keys[change]] = future.result()
-            DONE.parent.mkdir(exist_ok=True)
-            DONE.write_text(json.dumps(done, indent=1))
+            kept.write(NAME, done)
     return told(chosen, list(unchanged.values()), {change: done[name] for change, name in keys.items()})
 
 
