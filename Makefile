@@ -52,7 +52,7 @@ TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
 .PHONY: help demo demo-verl demo-openrlhf compare quick test docs cuda compare-moe mismatch mismatch-depth stability sanity proof faults mutations combinations soak official judges \
-        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni trl judges-packages lint bench bench-gpu hopper venv clean
+        test-engines test-others test-all test-pins test-triton engine-matrix anchors vision veomni megatron trl judges-packages lint bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
@@ -164,7 +164,7 @@ else
 endif
 
 ## lint, types and the tests that start no engine: about ten minutes
-quick: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(VENV)/judges $(GYM)
+quick: lint $(VENV)/vision $(VENV)/veomni $(VENV)/megatron $(VENV)/trl $(VENV)/judges $(GYM)
 	$(TEST) -m "not slow and not e2e" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl
@@ -173,14 +173,14 @@ test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl
 	status=$$?; cat outputs/test-engines.log; exit $$status
 
 # DeepSpeed's operator first: two runs that need it at once would share its build, and one that is killed then stops the other
-test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(VENV)/judges $(GYM)
+test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(VENV)/megatron $(VENV)/trl $(VENV)/judges $(GYM)
 	@mkdir -p outputs
 	DS_ACCELERATOR=cpu $(PY) -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" >outputs/deepspeed.log 2>&1 || cat outputs/deepspeed.log
 	$(TEST) -m "not slow" --cpu-seconds outputs/cpu-seconds-others.json --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## adds the slow tests: every model family, more ranks, both trainers, killed workers
 # one file at a time, because of their memory
-test-all: lint $(VENV)/vision $(VENV)/veomni $(VENV)/trl $(VENV)/judges $(GYM)
+test-all: lint $(VENV)/vision $(VENV)/veomni $(VENV)/megatron $(VENV)/trl $(VENV)/judges $(GYM)
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
 	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm
@@ -262,6 +262,14 @@ $(VENV)/vision: requirements/vision.txt scripts/vision.py | $(SELF)
 veomni: $(VENV)/veomni
 
 $(VENV)/veomni: requirements/veomni.txt | $(SELF)
+	rm -rf $@
+	$(PIP) --target $@ -r $<
+	@touch $@
+
+## installs Megatron-Core and a bridge, for the tests of verl's Megatron engine
+megatron: $(VENV)/megatron
+
+$(VENV)/megatron: requirements/megatron.txt | $(SELF)
 	rm -rf $@
 	$(PIP) --target $@ -r $<
 	@touch $@

@@ -76,6 +76,19 @@ class Models(Protocol):
         """How much each op of the trainer adds to the mismatch with an exact rollout."""
 
 
+class Parallel(Protocol):
+    """Builds Megatron-Core models that compute as the rollout does."""
+
+    def settings(self, count: int, /) -> dict[str, Any]:
+        """The values of Megatron's configuration that a model of ``count`` layers needs, to be set before it is built."""
+
+    def layer_spec(self, hf_config: Any, config: Config, /, rollout_tp: int, device_type: str) -> Callable[..., Any]:
+        """(Megatron's configuration, virtual pipeline stage) -> spec of this rank's layers. Raises ModelError, ConfigError."""
+
+    def finish(self, chunks: Sequence[Any], config: Config, /) -> None:
+        """Make the built chunks of a model exact where a spec does not reach, and check their layers. Raises ModelError."""
+
+
 class Rollout(Protocol):
     """The rollout engine."""
 
@@ -166,6 +179,10 @@ class Adapter:
         """The service that computes Hugging Face models as the trainer does."""
         return None
 
+    def parallel(self) -> Parallel | None:
+        """The service that builds Megatron-Core models."""
+        return None
+
     def rollout(self) -> Rollout | None:
         """The rollout engine."""
         return None
@@ -227,6 +244,11 @@ def resolve(name: str) -> Adapter:
 def models() -> Models:
     """The service that computes Hugging Face models as the trainer does."""
     return _first(lambda adapter: adapter.models())
+
+
+def parallel() -> Parallel:
+    """The service that builds Megatron-Core models."""
+    return _first(lambda adapter: adapter.parallel())
 
 
 def rollout() -> Rollout:

@@ -50,7 +50,7 @@ def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
         "print([adapter.name for adapter in registry.adapters()])"
     )
     said = run(sys.executable, "-c", code, cwd=tmp_path).strip()
-    assert said == "['transformers', 'vllm', 'cpu', 'ray', 'verl', 'openrlhf', 'trl']"
+    assert said == "['transformers', 'vllm', 'cpu', 'megatron', 'ray', 'verl', 'openrlhf', 'trl']"
 
 
 def test_its_identity_is_that_of_the_clone_and_changes_with_the_sources(target: Path, tmp_path: Path) -> None:

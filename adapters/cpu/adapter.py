@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from jetrl_patch.adapters import cpu
-from jetrl_patch.adapters.cpu import openrlhf, verl
+from jetrl_patch.adapters.cpu import megatron, openrlhf, verl
 from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Platform
@@ -45,7 +45,7 @@ class CpuAdapter(Adapter):
         """Return the registrations of verl's platform and checkpoint engine, and the hook on OpenRLHF's ``torch.cuda`` calls."""
         if not cpu.is_cpu_run(config):
             return ()
-        for_verl = (
+        for_verl: tuple[OnImport, ...] = (
             OnImport(
                 "verl.checkpoint_engine", "gloo checkpoint engine",
                 functools.partial(_register_engine, timeout=config.sync_timeout),
@@ -60,6 +60,8 @@ class CpuAdapter(Adapter):
                 upstream=verl.NO_CPU,
             ),
         )  # fmt: skip
+        if is_installed("megatron.core"):
+            for_verl += (megatron.HOOK,)
         parts = {"verl": for_verl, "openrlhf": openrlhf.HOOKS}
         return tuple(hook for name, hooks in parts.items() if is_installed(name) for hook in hooks)
 

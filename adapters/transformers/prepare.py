@@ -19,9 +19,9 @@ from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.config.formats import Format
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import dispatch, latent, modules, ops, tower
-from jetrl_patch.exact.modules import check_family, check_kernels, swap
-from jetrl_patch.exact.trial import choose_attention
+from jetrl_patch.exact import latent, modules, ops, tower
+from jetrl_patch.exact.modules import check_family, swap
+from jetrl_patch.exact.trial import choose_ops
 from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
 from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
@@ -30,7 +30,7 @@ from jetrl_patch.fp8.lora import Fp8LoraLinear
 from jetrl_patch.models.families import ABSORBED, covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
-from jetrl_patch.models.structure import check_device, has_latent_attention, text_config
+from jetrl_patch.models.structure import check_device, text_config
 
 # ---- Experts in FP8, through transformers' registry of experts implementations -------------------
 
@@ -176,7 +176,8 @@ def prepare_model(
             widen_head(model, config)
         return names
     if config.exact:
-        kinds = _choose_ops(model, config, device_type)
+        kinds = _check_exact(model)
+        choose_ops(model.config, config, device_type)
     backend = choose_backend(config.backend, device_type, config.scale_format)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16
@@ -189,21 +190,6 @@ def prepare_model(
     fuse(model, backend, device_type)
     rotate_together(model, backend, device_type)
     return names
-
-
-def _choose_ops(model: nn.Module, config: Config, device_type: str) -> dict[str, type]:
-    """Choose the exact ops of a model on this machine. Returns the modules to swap, as ``_check_exact`` does."""
-    kinds = _check_exact(model)
-    dispatch.configure(config.backend, device_type, config.scale_format)
-    check_kernels(model.config, config, device_type)
-    text = text_config(model.config)
-    heads = text.num_attention_heads
-    shared = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if has_latent_attention(model.config):
-        shared, width = 1, text.kv_lora_rank + text.qk_rope_head_dim
-    choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))
-    return kinds
 
 
 def note_cut(layers: list[str], tp: int, form: Format) -> None:

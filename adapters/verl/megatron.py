@@ -1,23 +1,25 @@
-"""Check and complete verl's configuration for Megatron with TransformerEngine. Imports no torch.
+"""Check and complete verl's configuration for Megatron. Imports no torch.
 
-Megatron builds its layers from TransformerEngine (``jetrl_patch.backends.transformer_engine``). With ``fp8=e4m3`` and
+In exact mode Megatron builds its layers from the plugin's modules (``registry.Parallel``). With ``backend="te"`` it builds them
+from TransformerEngine (``jetrl_patch.backends.transformer_engine``), in ``align="linear"``: with ``fp8=e4m3`` and
 ``fp8_recipe=blockwise`` they compute in the same format as the rollout's backend "te".
 
-FP8 parameters (``fp8_param``) are refused. Megatron initializes their FP32 masters from values that TransformerEngine keeps when
-it creates a parameter. verl 0.9.1 loads the checkpoint after that and never reloads the masters, so the first optimizer step
-would start from the wrong weights. BF16 parameters do not have this problem; for the weight sync, TransformerEngine's own
-quantizer makes the bytes.
+TransformerEngine's FP8 parameters (``fp8_param``) are refused. Megatron initializes their FP32 masters from values that
+TransformerEngine keeps when it creates a parameter. verl 0.9.1 loads the checkpoint after that and never reloads the masters, so
+the first optimizer step would start from the wrong weights. BF16 parameters do not have this problem; for the weight sync,
+TransformerEngine's own quantizer makes the bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from packaging.version import Version
 
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named, runs
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named, runs, whole
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, uncovered
@@ -35,35 +37,28 @@ TE_LEAST = "2.3"
 #: TransformerEngine's FP8 layers in one transformer block: linear_qkv, linear_proj, linear_fc1, linear_fc2
 PER_BLOCK = 4
 
-#: the plugin's settings that Megatron needs
-NEEDED = {"precision": SETTINGS["precision"].default, "align": "linear", "backend": "te"}
+#: the plugin's settings that go with ``backend="te"``
+WITH_TE = {"precision": SETTINGS["precision"].default, "align": "linear", "backend": "te"}
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
 _DENSE = "no expert parallelism (only dense models are supported)"
 _BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it loads the checkpoint, and never reloads them)"
+_WHOLE = "whole sequences on each rank (ring attention adds in another order)"
+_EXPORT = "the distributed optimizer, whose buffers verl 0.9.1's weight sync reads"
+_OWN_HEAD = "exact mode's own head and log-softmax"
+_UNKNOWN = "a setting that exact mode knows"
 _REMOVE = "remove it"
 _FALSE = "set it to false"
+_TRUE = "set it to true"
+_OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
 
-RULES: tuple[Rule, ...] = (
-    Rule(f"{LAYERS}.fp8", other_than("e4m3"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
-    Rule(f"{LAYERS}.fp8_recipe", other_than("blockwise"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
-    Rule(f"{LAYERS}.fp4", is_set, _BLOCKWISE, _REMOVE, "quantized", ConflictError),
-    Rule(
-        f"{ACTOR}.optim.override_optimizer_config.fp8_recipe", other_than("blockwise"), _BLOCKWISE, _REMOVE, "quantized",
-        ConflictError,
-    ),
-    Rule(f"{LAYERS}.fp8_param", is_set, _BF16_MASTERS, _REMOVE, "quantized"),
-    Rule(f"{MEGATRON}.override_ddp_config.fp8_param_gather", is_set, _BF16_MASTERS, _REMOVE, "quantized"),
-    Rule(f"{LAYERS}.first_last_layers_bf16", is_set, _EVERY_LAYER, _REMOVE, "quantized"),
-    Rule(f"{LAYERS}.transformer_impl", other_than("transformer_engine"), _EVERY_LAYER, _REMOVE, "quantized"),
-    Rule(f"{LAYERS}.fp8_dot_product_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
-    Rule(f"{LAYERS}.fp8_multi_head_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
+#: with either kind of layers
+_SHARED: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.dtype", other_than("bfloat16", "bf16"), "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, _DENSE, "set it to 1", "quantized"),
     Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _DENSE, "set it to null", "quantized"),
-    Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "Megatron-Bridge's export", "set it to true", "quantized"),
-    Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
+    Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "a bridge's export", _TRUE, "quantized"),
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError),
     Rule(
@@ -72,63 +67,150 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip
+_TE_RULES: tuple[Rule, ...] = (
+    Rule(f"{LAYERS}.fp8", other_than("e4m3"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
+    Rule(f"{LAYERS}.fp8_recipe", other_than("blockwise"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
+    Rule(f"{LAYERS}.fp4", is_set, _BLOCKWISE, _REMOVE, "quantized", ConflictError),
+    Rule(f"{_OPTIMIZER}.fp8_recipe", other_than("blockwise"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
+    Rule(f"{LAYERS}.fp8_param", is_set, _BF16_MASTERS, _REMOVE, "quantized"),
+    Rule(f"{MEGATRON}.override_ddp_config.fp8_param_gather", is_set, _BF16_MASTERS, _REMOVE, "quantized"),
+    Rule(f"{LAYERS}.first_last_layers_bf16", is_set, _EVERY_LAYER, _REMOVE, "quantized"),
+    Rule(f"{LAYERS}.transformer_impl", other_than("transformer_engine"), _EVERY_LAYER, _REMOVE, "quantized"),
+    Rule(f"{LAYERS}.fp8_dot_product_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
+    Rule(f"{LAYERS}.fp8_multi_head_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
+    Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
+)  # fmt: skip
+_EXACT_RULES: tuple[Rule, ...] = (
+    *(
+        Rule(f"{role}.megatron.context_parallel_size", more_than_one, _WHOLE, "set it to 1", "exact") for role in (ACTOR, REF)
+    ),
+    Rule(f"{MEGATRON}.use_distributed_optimizer", lambda value: not value, _EXPORT, _TRUE, "exact"),
+    Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "Megatron's own tensor and pipeline parallelism", _FALSE, "exact"),
+    Rule(f"{MODEL}.use_fused_kernels", is_set, _OWN_HEAD, _FALSE, "exact"),
+    Rule("distillation.enabled", is_set, _OWN_HEAD, _FALSE, "exact"),
+    Rule(f"{MEGATRON}.override_mcore_model_config", bool, "the model in config.json", "set it to {}", "exact"),
+)  # fmt: skip
+
+RULES = (*_SHARED, *_TE_RULES, *_EXACT_RULES)
+
+#: keys of ``override_transformer_config`` that change nothing that exact mode promises: how Megatron recomputes and distributes
+#: layers, and fusions and kernels of modules that the plugin replaces
+_HARMLESS = (
+    "recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers", "distribute_saved_activations",
+    "attention_backend", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "use_cpu_initialization", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
+    "apply_rope_fusion", "gradient_accumulation_fusion", "variable_seq_lengths", "deallocate_pipeline_outputs",
+    "batch_p2p_comm", "overlap_p2p_comm",
+)  # fmt: skip
+#: the same of ``override_ddp_config``
+_HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
+
+
+def uses_te(config: Config) -> bool:
+    """Whether Megatron's layers are TransformerEngine's."""
+    return config.backend == "te"
 
 
 def chosen(select: Select, asked: Config) -> Config:
-    """Set ``align="linear"`` and ``backend="te"``, which Megatron needs, in the unresolved settings ``asked`` if left open."""
-    if not asked.fp8_train or not runs(STRATEGY, select, asked):
+    """Set ``align="linear"``, which ``backend="te"`` needs, in the unresolved settings ``asked`` if left open."""
+    if not asked.fp8_train or not uses_te(asked) or asked.align is not None or not runs(STRATEGY, select, asked):
         return asked
-    return asked.replace(**{name: value for name, value in NEEDED.items() if getattr(asked, name) == SETTINGS[name].default})
+    return asked.replace(align=WITH_TE["align"])
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that is unsupported with Megatron, the plugin's own settings first."""
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", required=required, found=value, fix=fix))
-    yield from broken(RULES, select, config, named)
-    missing = _missing()
+    te = uses_te(config)
+    yield from broken((*_SHARED, *(_TE_RULES if te else _EXACT_RULES)), select, config, named)
+    if not te:
+        yield from _unknown(select)
+        yield from _ranks(select)
+    missing = _missing(te, bool(select(f"{MEGATRON}.vanilla_mbridge")))
     if missing is not None:
         yield missing
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (setting, required, found, fix) for each wrong setting of the plugin; one for all of ``NEEDED``."""
-    align = config.resolved_align if config.fp8_train else config.align or NEEDED["align"]  # unset in other precisions
-    found = {"precision": config.precision, "align": align, "backend": config.backend}
-    wrong = [name for name, value in NEEDED.items() if found[name] != value]
-    if wrong:
-        value = ", ".join(f"{name}={found[name]!r}" for name in wrong)
-        required = f"{', '.join(f'{name}={value!r}' for name, value in NEEDED.items())} (Megatron has its own norm, RoPE and "
-        required += "attention, and its FP8 layers are TransformerEngine's)"
-        variables = " ".join(f"{SETTINGS[name].variable}={needed}" for name, needed in NEEDED.items())
-        yield value, required, value, f"set {variables}, or strategy=fsdp2"
+    """Yield (setting, required, found, fix) for each wrong setting of the plugin."""
+    linear = " ".join(f"{SETTINGS[name].variable}={value}" for name, value in WITH_TE.items())
+    exact = f"{SETTINGS['precision'].variable}={WITH_TE['precision']} {SETTINGS['align'].variable}=exact"
+    te = uses_te(config) and {name: getattr(config, name) for name in WITH_TE} == WITH_TE
+    if not te and (uses_te(config) or not config.exact):
+        align = config.resolved_align if config.fp8_train else config.align or "exact"
+        value = f"precision={config.precision!r}, align={align!r}, backend={config.backend!r}"
+        required = "align='exact', whose layers are the plugin's, or align='linear' with backend='te', TransformerEngine's"
+        yield value, f"precision={WITH_TE['precision']!r} and {required}", value, f"set {exact}, or {linear}, or strategy=fsdp2"
     if config.sync == "delta":
         yield "sync='delta'", "sync='full' (untested with Megatron's export)", "'delta'", "drop sync, or set strategy=fsdp2"
     if not config.fp8_train:
         return
-    for name in ("exclude", "on_cut", "invariant_scale", "fp8_all_gather"):
+    for name in _ONE_FOR_ALL:
         value = getattr(config, name)
         if value != SETTINGS[name].default:
-            required = "the default (TransformerEngine's layers all use one recipe)"
+            required = "the default (Megatron merges layers, and has one format for all)"
             yield f"{name}={value!r}", required, repr(value), f"drop {name}, or set strategy=fsdp2"
+    if config.exact and not config.scales.square:
+        required, fix = "scales of 128x128 blocks", "use pow2 or fp32, or set strategy=fsdp2"
+        yield f"scale_format={config.scale_format!r}", required, repr(config.scale_format), fix
 
 
-def _missing() -> VersionError | None:
+#: settings that treat layers one by one, or that are built on modules of a Hugging Face model
+_ONE_FOR_ALL = (
+    "exclude", "on_cut", "invariant_scale", "fp8_all_gather", "guard_sqnr", "smoothing", "monitor_layers", "monitor_action",
+)  # fmt: skip
+
+
+def _unknown(select: Select) -> Iterator[JetrlError]:
+    """Yield an error for each key with which Megatron may build or run another model, in any role."""
+    tables = {"override_transformer_config": _HARMLESS, "override_ddp_config": _HARMLESS_DDP}
+    found: dict[str, tuple[str, Any]] = {}
+    for role, (section, harmless) in itertools.product((ACTOR, REF), tables.items()):
+        for key, value in (select(f"{role}.megatron.{section}") or {}).items():
+            if key not in harmless and value is not None:
+                found.setdefault(f"{section}.{key}", (f"{role}.megatron.{section}.{key}", value))
+    for path, value in found.values():
+        what = f"{named(path)} with exact mode"
+        yield ConfigError(explain(what, required=_UNKNOWN, found=repr(value), fix="remove it, or set strategy=fsdp2"))
+
+
+def _ranks(select: Select) -> Iterator[JetrlError]:
+    """Yield an error if the trainer splits the rows of a layer's input in more parts than the rollout adds."""
+    rollout = whole(select, f"{ROLLOUT}.tensor_model_parallel_size")
+    for role in (ACTOR, REF):
+        path = f"{role}.megatron.tensor_model_parallel_size"
+        size = whole(select, path)
+        if rollout % size:
+            required = f"a divisor of {ROLLOUT}.tensor_model_parallel_size={rollout}, whose sums the trainer forms"
+            fix = f"set it to a divisor, or set the rollout's to a multiple of {size}"
+            yield ConfigError(explain(f"{named(path)} with exact mode", required=required, found=str(size), fix=fix))
+            return
+
+
+def _missing(te: bool, vanilla: bool) -> VersionError | None:
     """Return one error for all packages that are missing or too old."""
-    te = installed_version("transformer_engine")
-    wrong = [f"no {name}" for name in ("megatron.core", "megatron.bridge") if not is_installed(name)]
-    if te is None or Version(te) < Version(TE_LEAST):
-        wrong.append("no transformer_engine" if te is None else f"transformer_engine {te}")
+    bridge = "mbridge" if vanilla and not te else "megatron.bridge"
+    wrong = [f"no {name}" for name in ("megatron.core", bridge) if not is_installed(name)]
+    required = f"megatron-core and {'mbridge' if bridge == 'mbridge' else 'megatron-bridge'}"
+    if te:
+        required = f"megatron-core, megatron-bridge and transformer_engine>={TE_LEAST}"
+        found = installed_version("transformer_engine")
+        if found is None or Version(found) < Version(TE_LEAST):
+            wrong.append("no transformer_engine" if found is None else f"transformer_engine {found}")
     if not wrong:
         return None
-    required = f"megatron-core, megatron-bridge and transformer_engine>={TE_LEAST}"
     fix = "install them where verl runs, or set strategy=fsdp2"
     return VersionError(explain("verl's Megatron engine in FP8", required=required, found=", ".join(wrong), fix=fix))
 
 
-def wanted(select: Select) -> dict[str, Any]:
+def wanted(select: Select, config: Config) -> dict[str, Any]:
     """Return the verl settings that FP8 training needs: path -> value."""
-    values: dict[str, Any] = {f"{MODEL}.use_remove_padding": True}  # verl supports FP8 only with packed sequences
+    packed = f"{MODEL}.use_remove_padding"  # verl supports FP8 only with packed sequences, and exact attention takes no others
+    values: dict[str, Any] = {packed: True}
+    if not uses_te(config):
+        return values
     for path in (ACTOR, REF):  # the reference inherits the actor's unless the user overrides them
         if select(f"{path}.megatron") is not None:
             layers = f"{path}.megatron.override_transformer_config"
@@ -136,11 +218,12 @@ def wanted(select: Select) -> dict[str, Any]:
     return values
 
 
-def check_model(hf_config: Any, trainer_tp: int) -> None:
+def check_model(hf_config: Any, trainer_tp: int, config: Config) -> None:
     """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers.
 
     ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank. Raises ModelError if the
-    family is unsupported, or if a block would contain rows of two layers; the error names all such widths.
+    family is unsupported, if a block would contain rows of two layers (the error names all such widths), or if exact mode's ranks
+    would share a key head.
     """
     if getattr(hf_config, "model_type", None) not in covering("megatron"):
         required, found = f"one of {', '.join(covering('megatron'))}", uncovered(hf_config, "megatron")
@@ -154,6 +237,11 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
         required = "a head_dim and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers"
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
+    shared = int(getattr(hf_config, "num_key_value_heads", None) or heads)
+    if config.exact and shared % trainer_tp:
+        required, found = "whole key heads on each rank", f"{shared} key heads over {trainer_tp} ranks"
+        fix = f"set megatron.tensor_model_parallel_size to a divisor of {shared}"
+        raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
 
 
 def _scales(config: Config) -> str:

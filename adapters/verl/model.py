@@ -1,30 +1,24 @@
-"""The model of a training worker: convert it before verl's FSDP or VeOmni engine shards it, or check what Megatron has built."""
+"""The model of a training worker: convert it before verl's FSDP or VeOmni engine shards it."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import importlib
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.verl import logprob, megatron, routes, ulysses, veomni, vision
+from jetrl_patch.adapters.verl import logprob, routes, ulysses, veomni, vision
 from jetrl_patch.adapters.verl.lora import mark_layers
 from jetrl_patch.adapters.verl.state import RECORD, WORKER, Prepared
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8 import scaling
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.sync.protocol import Terms
-from jetrl_patch.sync.send import NamedTensor, SyncStats, check_fits, quantized_stream
+from jetrl_patch.sync.send import check_fits
 from jetrl_patch.trainer.precision import scales_loss
-from jetrl_patch.trainer.source import Source, convert
+from jetrl_patch.trainer.source import convert
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,108 +179,3 @@ def _check_places(hf_config: Any) -> None:
         found = " and ".join(f"{key}={value}" for key, value in wrong.items())
         what = f"placeholders of model_type={hf_config.model_type!r} in verl's VeOmni engine"
         raise ModelError(explain(what, required=required, found=found, fix="set strategy=fsdp2"))
-
-
-# ---- Megatron: check the built model, and describe it to the weight sync ----
-# ``MegatronEngine._build_megatron_module`` → ``get_per_tensor_param`` (Megatron-Bridge: whole BF16 tensors under Hugging Face
-# names, on every rank) → TransformerEngine's quantizer → the same sync as with FSDP.
-
-#: attributes of Megatron's TransformerConfig -> their required values after the model is built
-BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_last_layers_bf16": False}
-#: the name of a transformer block in a model or in a pipeline stage
-_BLOCK = re.compile(r"(^|\.)layers\.\d+$")
-
-
-@dataclass(kw_only=True, eq=False)
-class MegatronSource(Source):
-    """A Megatron model with BF16 parameters and TransformerEngine layers.
-
-    Attributes:
-        tied: names tied to another tensor. Megatron-Bridge may send them or not; the rollout ties them itself.
-    """
-
-    tied: frozenset[str] = frozenset()
-
-    def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
-        """Like ``Source.stream``, but skip tied tensors. There are no modules that hold bytes, so ``quantize`` makes them."""
-        own = ((name, weight) for name, weight in weights if name not in self.tied)
-        return quantized_stream(
-            own, terms=self.terms, layers=self.layers, shapes=self.shapes, stats=stats, quantize=self.quantize
-        )
-
-    def quantize(self, layer: str, weight: Any) -> Any:
-        """Return the bytes and scales that TransformerEngine makes of this weight in every forward pass."""
-        from jetrl_patch.backends.transformer_engine import quantize_weight
-
-        return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
-
-
-@replacement
-def build_megatron_module(original: Any, self: Any) -> Any:
-    """Wrap ``MegatronEngine._build_megatron_module``. Critics (value models) are not checked."""
-    module, config = original(self), session.active_config()
-    if self.model_config.model_type == "language_model" and config.quantized_rollout:
-        RECORD.set(self, prepare_megatron(self, module, config))
-    return module
-
-
-def prepare_megatron(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
-    """Check that the built model computes in the run's format, and return what the weight sync sends.
-
-    ``chunks`` are this rank's parts of the model; one, unless the pipeline is interleaved. Raises ModelError if the settings did
-    not reach Megatron, TransformerEngine runs another recipe, a transformer block has other linear layers, or a 128-row block
-    spans two of the rollout's layers.
-    """
-    from jetrl_patch.backends.transformer_engine import check_recipe
-
-    hf_config = engine.model_config.hf_config
-    megatron.check_model(hf_config, int(engine.engine_config.tensor_model_parallel_size))
-    _check_built(engine.tf_config)
-    recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
-    check_recipe(recipe, config.scale_format, "Megatron's layers")
-    _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
-    source = announce(hf_config, config)
-    session.register(layers=source.layers, backend="te")
-    return source
-
-
-def announce(hf_config: Any, config: Config) -> MegatronSource:
-    """Describe a sync from the model's Hugging Face configuration: its FP8 layers and the shapes of all tensors."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from verl.utils.model import convert_weight_keys
-
-    from jetrl_patch.fp8.convert import select_layers
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), attn_implementation="eager")
-    state = convert_weight_keys(model.state_dict(), model)
-    tied = frozenset({"lm_head.weight"} if getattr(hf_config, "tie_word_embeddings", False) else ())
-    return MegatronSource(
-        layers=select_layers(model),
-        modules={},
-        shapes={name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied},
-        terms=Terms.of(config, "te"),
-        tied=tied,
-    )
-
-
-def _check_layers(chunks: list[Any], hf_config: Any, staged: bool) -> None:
-    """Check the transformer blocks of this rank. A pipeline stage has only some; the sync checks that all of them arrive."""
-    from jetrl_patch.backends.transformer_engine import require_te_linears
-
-    blocks = [sum(bool(_BLOCK.search(name)) for name, _ in chunk.named_modules()) for chunk in chunks]
-    for chunk, held in zip(chunks, blocks, strict=True):
-        require_te_linears(chunk, megatron.PER_BLOCK * held)
-    every, found = int(hf_config.num_hidden_layers), sum(blocks)
-    if found > every or (found < every and not staged):
-        fix = "use the same config.json on all ranks"
-        raise ModelError(explain("Megatron's model", required=f"{every} transformer blocks", found=str(found), fix=fix))
-
-
-def _check_built(tf_config: Any) -> None:
-    have = {name: getattr(tf_config, name, None) or False for name in BUILT}
-    have = {name: getattr(value, "value", value) for name, value in have.items()}  # a value may be an enum member
-    if have != BUILT:
-        fix = "enable jetrl_patch in the driver, where it completes verl's configuration"
-        raise ModelError(explain("the TransformerConfig of Megatron's model", required=str(BUILT), found=str(have), fix=fix))

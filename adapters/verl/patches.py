@@ -11,6 +11,7 @@ from jetrl_patch.adapters.verl import (
     correction,
     logprob,
     lora,
+    megatron_model,
     metrics,
     model,
     old_log_probs,
@@ -301,14 +302,33 @@ PATCHES: tuple[Patch, ...] = (
 #: applied only if Megatron is installed, because verl's engine cannot be imported without it
 MEGATRON: tuple[Patch, ...] = (
     Patch(
-        _MEGATRON, "MegatronEngine._build_megatron_module", model.build_megatron_module,
-        reason="without TransformerEngine layers, or with another recipe, Megatron would silently train in another format",
+        _MEGATRON, "MegatronEngine._build_tf_config", megatron_model.build_tf_config,
+        when=lambda config: config.exact,
+        reason="verl lets the bridge choose Megatron's layers, which round elsewhere than the rollout. Critics are unchanged",
+        remove_when="verl's Megatron engine takes a transformer_layer_spec from its configuration",
+    ),
+    Patch(
+        _MEGATRON, "MegatronEngine._build_megatron_module", megatron_model.build_megatron_module,
+        reason="without the layers that the mode needs, Megatron would silently train in another format",
         remove_when="verl's MegatronEngine._build_megatron_module has a hook for the built model",
     ),
     Patch(
+        _MEGATRON, "MegatronEngineWithLMHead._lm_head_logits_processor", megatron_model.logits_processor,
+        when=lambda config: config.exact,
+        reason="verl divides BF16 logits in place, ignores the tokens that it bans in vLLM, and adds each rank's exponentials",
+        remove_when="verl's _lm_head_logits_processor computes the log-softmax that vLLM's sampler computes, over the gathered "
+        "vocabulary",
+    ),
+    Patch(
+        _MEGATRON, "MegatronEngine.forward_backward_batch", megatron_model.forward_backward_batch,
+        when=lambda config: config.exact,
+        reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
+        remove_when="verl's forward_backward_batch passes the layers a flag like TransformerEngine's is_first_microbatch",
+    ),
+    Patch(
         _MEGATRON, "MegatronEngine.get_per_tensor_param", sync.get_per_tensor_param,
-        reason="verl sends BF16 weights, which the rollout quantizes again; this sends TransformerEngine's FP8 bytes and scales",
-        remove_when="verl's MegatronEngine.get_per_tensor_param yields TransformerEngine's FP8 bytes and scales (verl#6045)",
+        reason="verl sends BF16 weights, which the rollout quantizes again; this sends the trainer's FP8 bytes and scales",
+        remove_when="verl's MegatronEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
         upstream="https://github.com/verl-project/verl/pull/6045",
     ),
 )

@@ -271,7 +271,7 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if runs(megatron.STRATEGY, select, config):
         sizes = {whole(select, f"{path}.megatron.tensor_model_parallel_size") for path in (ACTOR, REF)}
         for size in sorted(sizes):
-            yield from raised(lambda: megatron.check_model(hf_config, size))  # noqa: B023
+            yield from raised(lambda: megatron.check_model(hf_config, size, config))  # noqa: B023
 
 
 def _checkpoint(select: Select, config: Config) -> tuple[Any, Config, int, int]:
@@ -294,7 +294,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     if config.returns_routes:
         wanted[rollout.RETURN] = True
     if runs(megatron.STRATEGY, select, config):
-        wanted |= megatron.wanted(select)
+        wanted |= megatron.wanted(select, config)
     fused = logprob.is_used(select, config)
     if fused:
         wanted[logprob.IMPLEMENTATION] = "torch"  # only this implementation calls ``FusedLinearForPPO``

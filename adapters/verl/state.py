@@ -39,7 +39,7 @@ class Prepared(Source):
     replay: Replay | None = None
 
 
-#: the record of an engine's model: a ``Prepared``, with Megatron a ``model.MegatronSource``; None for critics
+#: the record of an engine's model: a ``Prepared``, with Megatron a ``megatron_model.MegatronSource``; None for critics
 RECORD: Attached[Any] = Attached("_jetrl", "verl's engine builds its model in one call and sends its weights in another")
 
 

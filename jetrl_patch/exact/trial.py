@@ -6,15 +6,18 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_patch.backends.row_equality import Verdict, as_verdict, require_equal
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact import delta_net, dispatch, flash3, kv_cache, latent, ops, tower
+from jetrl_patch.exact.modules import check_kernels
+from jetrl_patch.models.structure import has_latent_attention, text_config
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
 # In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
@@ -372,3 +375,16 @@ def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: 
         torch.cuda.empty_cache()
         _attention_tried[key] = "" if verdict.ok else verdict.found
     return _attention_tried[key]
+
+
+def choose_ops(hf_config: Any, config: Config, device_type: str) -> None:
+    """Choose the exact ops of a trainer's model on this machine. Raises ModelError or ConfigError if it lacks one."""
+    dispatch.configure(config.backend, device_type, config.scale_format)
+    check_kernels(hf_config, config, device_type)
+    text = text_config(hf_config)
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if has_latent_attention(hf_config):
+        shared, width = 1, text.kv_lora_rank + text.qk_rope_head_dim
+    choose_attention(config.resolved_attention, (heads, shared), width, torch.device(device_type))

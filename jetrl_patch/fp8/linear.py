@@ -21,6 +21,7 @@ from jetrl_patch.backends.base import BothLayouts
 from jetrl_patch.backends.quantize import Quantized, Regrouped
 from jetrl_patch.config.formats import FORMATS, ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
+from jetrl_patch.fp8.parallel import RowRanks
 from jetrl_patch.kernels.formats import groups
 from jetrl_patch.patching.attached import Attached
 
@@ -92,6 +93,8 @@ class Fp8State:
     splits: int = 1
     #: shared by the layers of a module that may read the same tensor
     inputs: LastInput = field(default_factory=LastInput, repr=False, compare=False)
+    #: the trainer's own ranks that split the columns of a row-parallel layer; None if this process holds the whole layer
+    ranks: RowRanks | None = None
     _cached: tuple[int, Quantized] | None = field(default=None, repr=False)
     #: the promise that the layer's own weight does not change (``unchanged``)
     promise: Promise | None = field(default=None, repr=False)
@@ -192,10 +195,14 @@ def fprop(x: Tensor, w: Quantized, bias: Tensor | None, state: Fp8State) -> tupl
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     quantized = state.inputs.quantize(x, x_MK, state)
     state.backend.compile_ahead(x_MK.shape[0], w, state.splits)
-    y_MN = state.backend.gemm(quantized, w, torch.bfloat16, state.splits)
+    if state.ranks is None:
+        y_MN = state.backend.gemm(quantized, w, torch.bfloat16, state.splits)
+    else:
+        y_MN = state.ranks.product(state.backend, quantized, w, state.splits)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
-    return y_MN.view(*x.shape[:-1], y_MN.shape[1]), quantized
+    rows = x.shape[:-1] if state.ranks is None else state.ranks.held(x.shape[:-1])
+    return y_MN.view(*rows, y_MN.shape[1]), quantized
 
 
 class _Fp8Matmul(torch.autograd.Function):
@@ -216,7 +223,7 @@ class _Fp8Matmul(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         q_MK, s_MG, weight = ctx.saved_tensors
         state: Fp8State = ctx.state
-        grad = grad_outputs[0]
+        grad = grad_outputs[0] if state.ranks is None else state.ranks.whole(grad_outputs[0])
         both = quantized_gradient(grad, state)
         dy_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
@@ -232,12 +239,13 @@ class _Fp8Matmul(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
+    """``Fp8Linear.forward`` outside of a compiled graph, for modules of other frameworks. Collective with ``state.ranks``."""
     result: Tensor = _Fp8Matmul.apply(x, weight, bias, state)
     return result
 
 
-_outside_of_graphs = _apply
+_outside_of_graphs = fp8_linear
 
 
 def keep_gathered_out_of_graphs() -> None:
@@ -246,8 +254,8 @@ def keep_gathered_out_of_graphs() -> None:
     Not done at import: ``torch.compiler.disable`` loads the whole compiler, which sets an environment variable.
     """
     global _outside_of_graphs
-    if _outside_of_graphs is _apply:
-        _outside_of_graphs = torch.compiler.disable(_apply)
+    if _outside_of_graphs is fp8_linear:
+        _outside_of_graphs = torch.compiler.disable(fp8_linear)
 
 
 def has_main_grad(weight: Any) -> bool:
@@ -290,7 +298,7 @@ class Fp8Linear(nn.Linear):
                 return _outside_of_graphs(input, self.weight, self.bias, self.fp8)
             state = self.fp8
             return _traced(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
-        return _apply(input, self.weight, self.bias, self.fp8)
+        return fp8_linear(input, self.weight, self.bias, self.fp8)
 
     def extra_repr(self) -> str:
         splits = f", splits={self.fp8.splits}" if self.fp8.splits > 1 else ""

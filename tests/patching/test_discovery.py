@@ -52,7 +52,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def test_its_own_come_in_the_order_of_application() -> None:
-    assert [adapter.name for adapter in registry.adapters()] == ["transformers", "vllm", "cpu", "ray", "verl", "openrlhf", "trl"]
+    names = [adapter.name for adapter in registry.adapters()]
+    assert names == ["transformers", "vllm", "cpu", "megatron", "ray", "verl", "openrlhf", "trl"]
 
 
 def test_another_packages_adapter_comes_last_and_is_part_of_the_identity(install: Callable[..., None]) -> None:

@@ -8,6 +8,7 @@ Prints ``FACTS {...}``, or ``ERROR <type>: <text>``. Arguments: scale format, wh
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -102,8 +103,10 @@ def main(scale_format, wrong):
     sys.meta_path.insert(0, Finder())
     importlib.import_module("megatron.core")  # appears installed to the guards
     import jetrl_patch
+    from jetrl_patch.adapters.cpu import megatron
     from tests.models import build
 
+    megatron.HOOK = dataclasses.replace(megatron.HOOK, apply=lambda module, journal: None)  # there is no Megatron to prepare
     jetrl_patch.enable(
         precision="fp8-unified", align="linear", scale_format=scale_format, platform="cpu",
         backend="te",

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import jetrl_patch
-from jetrl_patch.adapters.verl import megatron, model, patches, settings
+from jetrl_patch.adapters.verl import megatron, megatron_model, patches, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
@@ -103,21 +103,28 @@ def test_nothing_of_it_is_written_where_megatron_does_not_train_in_fp8(composed,
     assert "fp8" not in (OmegaConf.select(verl_config, LAYERS) or {})
 
 
-NEEDS = "required precision='fp8-unified', align='linear', backend='te' .*"
-SET = r"\. Set JETRL_PRECISION=fp8-unified JETRL_ALIGN=linear JETRL_BACKEND=te, or strategy=fsdp2\.$"
+NEEDS = "required precision='fp8-unified' and align='exact', whose layers are the plugin's, or align='linear' with backend='te'.*"
+SET = (
+    r"\. Set JETRL_PRECISION=fp8-unified JETRL_ALIGN=exact, or JETRL_PRECISION=fp8-unified JETRL_ALIGN=linear JETRL_BACKEND=te, "
+    r"or strategy=fsdp2\.$"
+)
+EXACT = Config()
 
 
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Config(backend="te"), f"^align='exact' with verl setting .*actor.strategy=megatron: {NEEDS}, found align='exact'{SET}"),
-        (Config(precision="fp8-rollout"), f"{NEEDS}, found precision='fp8-rollout', backend='auto'{SET}"),
-        (Config(align="linear"), f"^backend='auto' with .*: {NEEDS}, found backend='auto'{SET}"),
-        (Config(), f"{NEEDS}, found align='exact', backend='auto'{SET}"),
+        (Config(backend="te"), f"align='exact', backend='te' with verl setting .*actor.strategy=megatron: {NEEDS}{SET}"),
+        (Config(precision="fp8-rollout"), f"{NEEDS}, found precision='fp8-rollout', align='exact', backend='auto'{SET}"),
+        (Config(align="linear"), f"backend='auto' with .*: {NEEDS}, found .*, backend='auto'{SET}"),
         (Config(precision="int8-rollout"), f"{NEEDS}, found precision='int8-rollout', "),
-        (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required the default .TransformerEngine's layers"),
-        (LINEAR.replace(on_cut="bf16"), "on_cut='bf16'.*required the default .TransformerEngine's layers"),
+        (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required the default .Megatron merges layers"),
+        (LINEAR.replace(on_cut="bf16"), "on_cut='bf16'.*required the default .Megatron merges layers"),
         (LINEAR.replace(sync="delta"), "sync='delta'.*required sync='full' .untested with Megatron's export"),
+        (EXACT.replace(exclude=("o_proj",)), "exclude=.*required the default"),
+        (EXACT.replace(guard_sqnr=20.0), "guard_sqnr=20.0.*required the default"),
+        (EXACT.replace(monitor_action="stop"), "monitor_action='stop'.*required the default"),
+        (EXACT.replace(scale_format="nvfp4"), "scale_format='nvfp4'.*required scales of 128x128 blocks"),
     ],
 )
 def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
@@ -128,10 +135,10 @@ def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
 @pytest.mark.parametrize(
     ("settings_given", "align", "backend"),
     [
-        ({}, "linear", "te"),
-        ({"align": "linear"}, "linear", "te"),
-        ({"align": "exact"}, "exact", "te"),  # what the user set stays, and is refused
-        ({"backend": "torch"}, "linear", "torch"),
+        ({}, None, "auto"),
+        ({"align": "linear"}, "linear", "auto"),  # what the user set stays, and is refused
+        ({"backend": "te"}, "linear", "te"),
+        ({"align": "exact", "backend": "te"}, "exact", "te"),
         ({"precision": "bf16"}, None, "auto"),
     ],
 )
@@ -142,14 +149,56 @@ def test_megatron_decides_what_the_user_left_open(composed, settings_given, alig
 
 
 def test_the_driver_restarts_with_megatrons_settings_and_says_so(composed, installed, caplog):
-    jetrl_patch.enable(precision="fp8-unified")
+    jetrl_patch.enable(precision="fp8-unified", backend="te")
     verl_config = composed("actor_rollout_ref.model.use_remove_padding=false")
     with caplog.at_level("WARNING"):  # vLLM's server, once imported, sets the root logger's level to ERROR
         settings.settled(lambda config: None)(verl_config)
     config = jetrl_patch.status().config
-    assert (config.align, config.backend, os.environ["JETRL_BACKEND"]) == ("linear", "te", "te")
-    assert caplog.text.count("align='linear', backend='te', because verl's settings need it") == 1
+    assert (config.align, config.backend, os.environ["JETRL_ALIGN"]) == ("linear", "te", "linear")
+    assert caplog.text.count("align='linear', because verl's settings need it") == 1
     assert verl_config.actor_rollout_ref.model.use_remove_padding is True
+
+
+def test_exact_mode_needs_no_transformer_engine(composed, installed):
+    installed(te=None)
+    verl_config = composed("actor_rollout_ref.model.use_remove_padding=false")
+    settings.prepare(verl_config, EXACT)
+    assert verl_config.actor_rollout_ref.model.use_remove_padding is True
+    assert "fp8" not in OmegaConf.select(verl_config, LAYERS)
+
+
+OF_EXACT = [
+    (f"{M}.context_parallel_size=2", "whole sequences on each rank .ring attention"),
+    (f"actor_rollout_ref.ref.megatron.context_parallel_size=2 {M}.context_parallel_size=1", "whole sequences on each rank"),
+    (f"{M}.use_distributed_optimizer=false", "the distributed optimizer, whose buffers"),
+    (f"{M}.use_megatron_fsdp=true", "Megatron's own tensor and pipeline parallelism"),
+    ("actor_rollout_ref.model.use_fused_kernels=true", "exact mode's own head"),
+    ("distillation.enabled=true", "exact mode's own head"),
+    (f"+{M}.override_mcore_model_config.moe=1", "the model in config.json"),
+    (f"+{LAYERS}.perform_initialization=false", "perform_initialization.*a setting that exact mode knows"),
+    (f"+{LAYERS}.invented_tomorrow=1", "invented_tomorrow.*a setting that exact mode knows"),
+    (f"+{LAYERS}.fp8=e4m3", "fp8.*a setting that exact mode knows"),
+    (f"+{M}.override_ddp_config.overlap_param_gather=true", "overlap_param_gather.*a setting that exact mode knows"),
+    (f"{M}.tensor_model_parallel_size=2", "a divisor of .*rollout.tensor_model_parallel_size=1, whose sums.*found 2"),
+    (f"{M}.expert_model_parallel_size=2", "only dense models"),
+    ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
+]
+
+
+@pytest.mark.parametrize(("override", "match"), OF_EXACT)
+def test_what_exact_mode_refuses(plain, installed, override, match):
+    verl_config = copy.deepcopy(plain)
+    for path, _, value in (part.lstrip("+").partition("=") for part in override.split()):
+        OmegaConf.update(verl_config, path, yaml.safe_load(value), force_add=True)
+    with pytest.raises((ConfigError, ConflictError), match=rf"{match}.*[.] [A-Z]"):
+        settings.check(verl_config, EXACT)
+
+
+def test_recomputation_and_stages_are_harmless(composed, installed):
+    given = [f"{LAYERS}.recompute_granularity=full", f"{LAYERS}.recompute_method=uniform", f"{LAYERS}.recompute_num_layers=1"]
+    given += [f"+{LAYERS}.num_layers_in_first_pipeline_stage=1", f"{M}.pipeline_model_parallel_size=2", f"{M}.param_offload=true"]
+    given += [f"+{M}.override_ddp_config.grad_reduce_in_fp32=true", f"{M}.vanilla_mbridge=true"]
+    settings.check(composed(*given), EXACT)
 
 
 CONTRADICTIONS = [
@@ -222,8 +271,13 @@ def test_this_very_environment_has_none_of_it(composed):
 )
 def test_a_block_that_would_hold_two_layers(options, tp, match):
     with pytest.raises(ModelError, match=match):
-        megatron.check_model(config_of("qwen3", **options), tp)
-    megatron.check_model(config_of("qwen3", head_dim=128), 4)
+        megatron.check_model(config_of("qwen3", **options), tp, LINEAR)
+    megatron.check_model(config_of("qwen3", head_dim=128), 4, LINEAR)
+
+
+def test_ranks_that_would_share_a_key_head():
+    with pytest.raises(ModelError, match="whole key heads on each rank, found 2 key heads over 4 ranks"):
+        megatron.check_model(config_of("qwen3", head_dim=128), 4, EXACT)
 
 
 def test_the_model_is_looked_at_before_anything_starts(composed, installed, tmp_path):
@@ -284,6 +338,8 @@ def test_its_patches_wait_only_where_megatron_is(monkeypatch, there):
     attributes = {patch.attr for patch in ADAPTER.patches(LINEAR)}
     wanted = {"MegatronEngine._build_megatron_module", "MegatronEngine.get_per_tensor_param"}
     assert attributes & wanted == (wanted if there else set())
+    more = {patch.attr for patch in ADAPTER.patches(EXACT)} - attributes
+    assert ("MegatronEngine._build_tf_config" in more) == there
 
 
 def engine(scale_format: str, wrong: str = "nothing") -> tuple[str, str]:
@@ -304,7 +360,7 @@ def test_the_stream_is_what_transformer_engine_computes_with(monkeypatch, scale_
     """With FP32 scales the plugin's own quantizer gives other bytes, so it cannot replace TransformerEngine's."""
     te.install(monkeypatch)
     hf = build("llama", head_dim=128, tie_word_embeddings=True)
-    source = model.announce(hf.config, LINEAR.replace(scale_format=scale_format))
+    source = megatron_model.announce(hf.config, LINEAR.replace(scale_format=scale_format), "te")
     weights = {name: tensor.contiguous() for name, tensor in hf.state_dict().items()}
     sent = dict(source.stream(iter(weights.items()), SyncStats()))
     assert "lm_head.weight" in weights and "lm_head.weight" not in sent

@@ -1,0 +1,198 @@
+"""What verl's Megatron engine needs on a CPU: Megatron-Core, with gloo, without TransformerEngine, Apex or flash attention.
+
+Megatron names CUDA in many places. In a process that imports verl's Megatron engine, the modules of Megatron and of mbridge get a
+``torch`` of their own, whose CUDA calls answer for the CPU. No other module sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.patching.journal import Journal
+from jetrl_patch.patching.patch import NO_REPORT, OnImport, constant
+
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+_PACKAGES = ("megatron", "mbridge")
+#: modules that verl's engine imports later, while it runs
+_LATER = (
+    "megatron.core.distributed", "megatron.core.distributed.finalize_model_grads", "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler", "megatron.core.pipeline_parallel.schedules", "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt", "megatron.core.tensor_parallel", "mbridge",
+)  # fmt: skip
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor", "zeros_like", "empty_like")
+_REASON = "Megatron-Core has no CPU platform: it names CUDA devices, types and random states"
+
+
+class _InFrontOf(types.ModuleType):
+    """A module that passes every attribute on, except its own."""
+
+    def __init__(self, real: types.ModuleType, **own: Any) -> None:
+        super().__init__(real.__name__)
+        vars(self).update(own, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_real"], name)
+
+
+class _Stream:
+    """A CUDA stream that has nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    wait_stream = wait_event = record_event = synchronize = constant(None)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _torch() -> types.ModuleType:
+    """The ``torch`` that Megatron's modules get."""
+    import torch
+
+    cpu, generator = torch.device("cpu"), torch.default_generator
+    cuda = _InFrontOf(
+        torch.cuda,
+        current_device=lambda: cpu, device_count=lambda: 0, is_available=lambda: False,
+        set_device=lambda device: None, synchronize=lambda *_: None, empty_cache=lambda: None,
+        get_rng_state=lambda *_, **__: generator.get_state(), set_rng_state=lambda state, *_, **__: generator.set_state(state),
+        manual_seed=torch.manual_seed,
+        Stream=_Stream, current_stream=lambda *_: _Stream(), stream=lambda _: contextlib.nullcontext(),
+    )  # fmt: skip
+    return _InFrontOf(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+
+
+@contextlib.contextmanager
+def _cuda_types() -> Iterator[None]:
+    """Within the block ``Tensor.type()`` returns the names of CUDA types, which Megatron's optimizers compare."""
+    import torch
+
+    original = torch.Tensor.type
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    torch.Tensor.type = named
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original
+
+
+def _among_cuda_types(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_types():
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _with_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DistributedOptimizer.sharded_state_dict``, which a fresh optimizer calls to load: torch's AdamW has no states yet.
+
+    Megatron creates them only for the optimizers of TransformerEngine and Apex.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        adam = self.optimizer
+        for parameter in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.zeros(()), **moments}
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _with_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DistributedOptimizer.load_state_dict``: Megatron saves torch's step count in the parameter group, and leaves it."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        import torch
+
+        original(self, *args, **kwargs)
+        for group in self.optimizer.param_groups:
+            count = float(group.pop("step"))
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(count)  # one each, because AdamW adds to it in place
+
+    return call
+
+
+def _itself(self: Any, *_: Any, **__: Any) -> Any:
+    return self
+
+
+def prepare(engine: types.ModuleType, journal: Journal) -> None:
+    """Let Megatron run on this CPU. Called when verl's engine has been imported."""
+    import torch
+
+    for name in _LATER:
+        if is_installed(name):
+            importlib.import_module(name)
+    record = {"reason": _REASON, "remove_when": HOOK.remove_when}
+    held = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _PACKAGES and vars(m).get("torch") is torch]
+    own = _torch()
+
+    def give(which: types.ModuleType) -> None:
+        for module in held:
+            vars(module)["torch"] = which
+
+    give(own)
+    journal.add_undo(lambda: give(torch), target="the name torch in Megatron's modules", **record)
+    for owner in (torch.Tensor, torch.nn.Module):
+        journal.set_attr(owner, "cuda", _itself, target=f"torch.{owner.__name__}.cuda", **record)
+    path, name = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"  # verl's default, which its sync needs
+    kind = getattr(sys.modules[path], name)
+    changed = {"__init__": _among_cuda_types, "sharded_state_dict": _with_states, "load_state_dict": _with_steps}
+    for method, wrapped in changed.items():
+        replaced = wrapped(getattr(kind, method))
+        journal.set_attr(kind, method, replaced, target=f"{path}.{name}.{method}", **record)
+    optimizer, clip = sys.modules["megatron.core.optimizer.optimizer"], "clip_grad_by_total_norm_fp32"
+    among = _among_cuda_types(getattr(optimizer, clip))
+    journal.set_attr(optimizer, clip, among, target=f"{optimizer.__name__}.{clip}", **record)
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    states = {"_get_cuda_rng_state": own.cuda.get_rng_state, "_set_cuda_rng_state": own.cuda.set_rng_state}
+    for name, function in states.items():
+        journal.set_attr(random, name, function, target=f"{random.__name__}.{name}", **record)
+    seed_all = engine.set_random_seed
+
+    def seeded(seed: int) -> None:
+        """verl skips Megatron's generators without an accelerator, and Megatron's layers then find none."""
+        seed_all(seed)
+        random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+    journal.set_attr(engine, "set_random_seed", seeded, target=f"{ENGINE}.set_random_seed", **record)
+
+
+HOOK = OnImport(
+    ENGINE, "Megatron on a CPU", prepare,
+    reason=_REASON,
+    remove_when="Megatron-Core takes the device from its caller, as megatron.core.utils.get_device_type_for_comm does for groups",
+    upstream=NO_REPORT,
+    needed_by="a run on a CPU",
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Megatron-Core models that compute as the exact rollout does, by Megatron's own layer specs."""

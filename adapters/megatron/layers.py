@@ -1,0 +1,176 @@
+"""Modules of a Megatron-Core model that compute as the exact rollout does.
+
+Parameters have the names of Megatron's TransformerEngine layers (``linear_qkv.layer_norm_weight``, ...), so both bridges convert
+checkpoints, and checkpoints made with TransformerEngine fit. Each class is bound to a ``Run`` before Megatron builds it.
+
+A column-parallel layer splits the rows of W, so each element of Y is one rank's alone and has the rollout's bits. A row-parallel
+layer adds FP32 sums in rank order (``fp8.parallel``). Hidden states are [T, B, H]: T tokens of B sequences, or one packed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor, nn
+
+from jetrl_patch.exact import ops
+from jetrl_patch.exact.modules import ExactRotary
+from jetrl_patch.fp8.linear import Fp8State, fp8_linear
+from jetrl_patch.fp8.parallel import RowRanks
+
+
+class Rotary(ExactRotary):
+    """cos and sin [T, D] of positions [T], from the rollout's table. One for all layers of a run."""
+
+    def __init__(self, text_config: Any) -> None:
+        self.config = text_config
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the layers of a model need to know.
+
+    Attributes:
+        scale_format, backend: as in ``Fp8State``.
+        rollout_tp: tensor-parallel size of the rollout, a multiple of the trainer's.
+        rotary: the positions' cosines and sines.
+        fp8_cache: whether the rollout rounds keys and values to FP8.
+    """
+
+    scale_format: Any
+    backend: str
+    rollout_tp: int
+    rotary: Rotary = field(repr=False)
+    fp8_cache: bool = False
+
+
+def bound(kind: type, run: Run) -> type:
+    """A class like ``kind`` whose instances belong to ``run``, because Megatron's constructors have arguments of their own."""
+    return type(kind.__name__, (kind,), {"run": run, "__module__": kind.__module__})
+
+
+class Norm(nn.Module):
+    """RMSNorm of queries, of keys, or after the last layer: [..., K] -> BF16 [..., K]."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = _norm_weight(hidden_size, config)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+def _norm_weight(size: int, config: Any, device: Any = None) -> nn.Parameter:
+    """Ones, on the default device: whoever builds the model moves it to its own."""
+    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    weight.sequence_parallel = config.sequence_parallel  # Megatron then adds its ranks' gradients
+    return weight
+
+
+class Column(ColumnParallelLinear):
+    """A column-parallel FP8 layer: [T, B, K] (or this rank's tokens of it) -> BF16 [T, B, N / ranks]."""
+
+    run: ClassVar[Run]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp8 = Fp8State(self.run.scale_format, self.run.backend)
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """The bias is part of the result, because the rollout adds it to each layer's rounded product."""
+        return fp8_linear(whole_sequence(self, input_), self.weight, self.bias, self.fp8), None
+
+
+class NormColumn(Column):
+    """RMSNorm before a column-parallel layer, as ``TELayerNormColumnParallelLinear``."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(input_size, config, self.weight.device)
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return super().forward(ops.rms_norm(input_, self.layer_norm_weight, self.eps))
+
+
+def whole_sequence(layer: Any, x: Tensor) -> Tensor:
+    """The input of a column-parallel layer on all of its ranks. The backward pass adds their gradients."""
+    if layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=layer.tp_group)
+    return copy_to_tensor_model_parallel_region(x, group=layer.tp_group)
+
+
+class Row(RowParallelLinear):
+    """A row-parallel FP8 layer: [T, B, K / ranks] -> BF16 [T, B, N], or this rank's tokens of it."""
+
+    run: ClassVar[Run]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        ranks = dist.get_world_size(self.tp_group)
+        shared = RowRanks(self.tp_group, self.sequence_parallel) if ranks > 1 else None
+        self.fp8 = Fp8State(self.run.scale_format, self.run.backend, self.run.rollout_tp // ranks, ranks=shared)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The bias comes back apart, for Megatron to add. No family of exact mode has one here."""
+        return fp8_linear(input_, self.weight, None, self.fp8), self.bias
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with the rollout's SiLU(gate) * up."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        gate_up, _none = self.linear_fc1(hidden_states)
+        return self.linear_fc2(ops.silu_mul(*gate_up.chunk(2, -1)))
+
+
+class Attention(nn.Module):
+    """Megatron's core attention: rotates queries and keys by the rollout's tables, then attends with its kernel.
+
+    Megatron's own rotation is off (``spec.settings``), because it rounds elsewhere.
+    """
+
+    run: ClassVar[Run]
+
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> Tensor:
+        """Heads [T, h, D] of a packed row -> BF16 [T, 1, h D]."""
+        padded = packed_seq_params.cu_seqlens_q_padded  # each sequence has its own padding at its end
+        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+        at = torch.arange(query.shape[0], device=query.device)
+        positions = at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
+        cos, sin = (table.unsqueeze(1) for table in self.run.rotary.forward(query, positions))
+        q, k = (_rotated(heads, cos, sin) for heads in (query, key))
+        attended = ops.attention_varlen(q, k, value, cu_seqlens, self.scale, self.run.fp8_cache)
+        return attended.view(query.shape[0], 1, -1)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = heads.chunk(2, -1)
+    return heads * cos + torch.cat((-high, low), -1) * sin
+
+
+class Head(ColumnParallelLinear):
+    """``output_layer``: logits [T, B, V / ranks] with independent rows. ``spec.finish`` swaps it in after the model is built."""
+
+    jetrl_fp32 = False
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """``weight`` is that of the embedding, if the two are tied."""
+        product = ops.head_linear_fp32 if self.jetrl_fp32 else ops.linear
+        return product(whole_sequence(self, input_), self.weight if weight is None else weight), None

@@ -1,0 +1,135 @@
+"""Build a Megatron-Core model whose layers compute as the exact rollout does: the service ``registry.Parallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import unwrap_model
+
+from jetrl_patch.adapters.megatron import layers
+from jetrl_patch.adapters.megatron.layers import Run, bound
+from jetrl_patch.backends import choose_backend
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact.modules import check_family
+from jetrl_patch.exact.trial import choose_ops
+from jetrl_patch.models.structure import text_config
+
+
+class ExactProvider(BackendSpecProvider):
+    """Megatron's extension point for the modules of its layers."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def column_parallel_linear(self) -> type:
+        return bound(layers.Column, self._run)
+
+    def row_parallel_linear(self) -> type:
+        return bound(layers.Row, self._run)
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return bound(layers.NormColumn, self._run)
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return layers.Norm
+
+    def core_attention(self) -> type:
+        return bound(layers.Attention, self._run)
+
+    def activation_func(self) -> None:
+        return None
+
+    def grouped_mlp_modules(self, *_: Any) -> Any:
+        raise ModelError("exact mode has no mixtures of experts with Megatron. Use a dense model, or set strategy=fsdp2.")
+
+
+def settings(count: int) -> dict[str, Any]:
+    """The values of Megatron's ``TransformerConfig`` that a model of ``count`` layers needs, to be set before it is built."""
+    return {
+        "no_rope_freq": [1] * count,  # the core attention rotates queries and keys
+        # fused operations that round elsewhere, or need libraries that these layers do not use
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def layer_spec(
+    hf_config: Any, config: Config, rollout_tp: int, device_type: str
+) -> Callable[[Any, int | None], TransformerBlockSubmodules]:
+    """Choose the exact ops of a model on this machine. Returns (``TransformerConfig``, virtual stage) -> the block's spec.
+
+    Raises ModelError if exact mode does not cover the model, ConfigError if this machine lacks an op.
+    """
+    check_family(hf_config)
+    choose_ops(hf_config, config, device_type)
+    backend = choose_backend(config.backend, device_type, config.scale_format)
+    rotary = layers.Rotary(text_config(hf_config))
+    provider = ExactProvider(Run(config.scale_format, backend, rollout_tp, rotary, config.kv_cache == "fp8"))
+
+    def spec(transformer_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        layer = _layer(provider, bool(transformer_config.qk_layernorm))
+        count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=provider.layer_norm())
+
+    return spec
+
+
+def _layer(provider: ExactProvider, qk_norms: bool) -> ModuleSpec:
+    norm = provider.layer_norm(for_qk=True) if qk_norms else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_layer_norm_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    mlp = MLPSubmodules(
+        linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()
+    )
+    submodules = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        mlp=ModuleSpec(layers.GatedMLP, submodules=mlp),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(TransformerLayer, submodules=submodules)
+
+
+def finish(chunks: Sequence[Any], config: Config) -> None:
+    """Give a model's chunks the exact head, for which Megatron has no spec, and check what Megatron made of the layers.
+
+    Raises ModelError for a layer without Megatron's tensor-parallel attributes, or one that is not the plugin's.
+    """
+    for chunk in unwrap_model(list(chunks)):
+        head = getattr(chunk, "output_layer", None)
+        if head is not None:
+            head.__class__ = layers.Head
+            head.jetrl_fp32 = config.fp32_head
+        for name, module in chunk.named_modules():
+            weight = getattr(module, "weight", None)
+            if weight is None or not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                continue
+            if not isinstance(module, (layers.Column, layers.Row, layers.Head)):
+                required, found = "the plugin's layers", type(module).__name__
+                raise ModelError(explain(f"{name} of Megatron's model", required=required, found=found, fix="set strategy=fsdp2"))
+            if not getattr(weight, "tensor_model_parallel", False):  # gradients would be too small, and exports incomplete
+                required, found = "Megatron's tensor-parallel attributes", "none, as with perform_initialization=False"
+                fix = "leave perform_initialization at true"
+                raise ModelError(explain(f"{name} of Megatron's model", required=required, found=found, fix=fix))

@@ -1,0 +1,94 @@
+"""verl's real Megatron engine on the CPU, in exact mode: its log-probs are those of the exact Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import facts, run
+from tests.megatron import environ, needs_megatron
+from tests.verl.run_verl import make_task
+
+pytestmark = needs_megatron
+
+SCRIPT = Path(__file__).with_name("megatron_engine_script.py")
+TOKENS = 118
+#: the models' settings, by name
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128, "num_hidden_layers": 4},
+    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama": {
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}  # fmt: skip
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+#: name -> model, ranks, what the script is asked
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("qwen3", 1, {"pad": True, "plugin": {"scale_format": "fp32", "head_dtype": "float32", "kv_cache": "fp8"}}),
+    "sequence parallelism, resumed": ("llama", 2, {"tp": 2, "optimizer": {"use_checkpoint_opt_param_scheduler": True}}),
+    "tensor parallelism": ("qwen2", 2, {"tp": 2, "engine": {"sequence_parallel": False, "param_offload": True}}),
+    "a rollout of four ranks": (
+        "qwen3", 2,
+        {"tp": 2, "rollout_tp": 4, "temperature": [1.0, 0.7, 0.9, 1.3, 1.0, 0.5],
+         "engine": {"override_transformer_config": RECOMPUTE}},
+    ),
+    "stages": (
+        "qwen2", 2, {"pp": 2, "engine": {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}},
+    ),
+    "interleaved stages": ("qwen3", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2}}),
+    "data parallelism": ("qwen3", 2, {"micro": 3, "engine": {"optimizer_offload": True}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    made: dict[tuple[str, bool], str] = {}
+
+    def make(family: str, fill: bool = False) -> str:
+        if (family, fill) not in made:
+            folder = make_task(tmp_path_factory.mktemp(family), family, fill=fill, **MODELS[family])
+            made[family, fill] = str(folder / "model")
+        return made[family, fill]
+
+    return make
+
+
+def ask(folder: str, ranks: int, asked: dict[str, Any]) -> dict[str, Any]:
+    return facts(SCRIPT, ranks, folder, json.dumps(asked), environ=environ())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_log_probs_gradients_and_what_is_sent(model, tmp_path, name):
+    family, ranks, asked = RUNS[name]
+    resumed = "resumed" in name
+    found = ask(model(family), ranks, asked | ({"save": str(tmp_path / "saved")} if resumed else {}))
+    assert found["equal"] == found["tokens"] == [TOKENS, TOKENS]  # before an update, and after one
+    for own, theirs in found["norms"]:
+        assert own == pytest.approx(theirs, rel=0.02)
+    assert found["layers"] == 7 * MODELS[family].get("num_hidden_layers", 3)
+    assert found["bytes"] and found["scales"] and found["rest"] and found["complete"] and found["fraction"] < 0.51
+    assert found.get("finite", True)
+    if resumed:
+        assert found["resumed"] and found["continued"]
+    if asked.get("pad"):  # Megatron trains every row of the embedding, a row of zeros too
+        assert found["norms"][0][0] > 100 * found["without pad row"][0]
+
+
+@pytest.mark.parametrize("control", ["rounded parts", "added exponentials"])
+def test_what_megatron_does_itself_is_not_equal(model, control):
+    found = ask(model("qwen3", fill=True), 2, {"tp": 2, "steps": 1, "control": control})
+    assert found["equal"][0] < found["tokens"][0] == TOKENS
+
+
+def test_layers_without_tensor_parallel_attributes_are_refused(model):
+    """The driver refuses the setting; a worker that gets it stops before a wrong gradient."""
+    asked = {"tp": 2, "engine": {"override_transformer_config": {"perform_initialization": False}}}
+    done = run(SCRIPT, model("qwen3"), json.dumps(asked), ranks=2, environ=environ())
+    assert done.returncode and "ModelError" in done.stderr and "tensor-parallel attributes" in done.stderr
