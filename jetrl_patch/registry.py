@@ -85,7 +85,7 @@ class Parallel(Protocol):
     def layer_spec(self, hf_config: Any, config: Config, /, rollout_tp: int, device_type: str) -> Callable[..., Any]:
         """(Megatron's configuration, virtual pipeline stage) -> spec of this rank's layers. Raises ModelError, ConfigError."""
 
-    def finish(self, chunks: Sequence[Any], config: Config, /) -> None:
+    def finish(self, chunks: Sequence[Any], /) -> None:
         """Make the built chunks of a model exact where a spec does not reach, and check their layers. Raises ModelError."""
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.abc
 import sys
 import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from jetrl_patch.patching.guards import is_installed
@@ -20,6 +21,7 @@ from jetrl_patch.patching.patch import NO_REPORT, OnImport, constant
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
+_TE = "transformer_engine"
 _PACKAGES = ("megatron", "mbridge")
 #: modules that verl's engine imports later, while it runs
 _LATER = (
@@ -65,6 +67,14 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _scatter(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``torch.distributed.scatter`` of dense parts: gloo sends the memory behind a slice; a copy to a GPU would have packed it."""
+    import torch
+
+    dense = scatter_list and [part.contiguous() for part in scatter_list]
+    return torch.distributed.scatter(tensor, dense, *args, **kwargs)
+
+
 def _torch() -> types.ModuleType:
     """The ``torch`` that Megatron's modules get."""
     import torch
@@ -78,7 +88,8 @@ def _torch() -> types.ModuleType:
         manual_seed=torch.manual_seed,
         Stream=_Stream, current_stream=lambda *_: _Stream(), stream=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
-    return _InFrontOf(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    distributed = _InFrontOf(torch.distributed, scatter=_scatter)
+    return _InFrontOf(torch, cuda=cuda, distributed=distributed, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
 
 
 @contextlib.contextmanager
@@ -147,6 +158,38 @@ def _itself(self: Any, *_: Any, **__: Any) -> Any:
     return self
 
 
+class _Names(type):
+    """A class with every attribute, for annotations and base classes."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Names(name, (), {})
+
+
+class _NoTransformerEngine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports modules of TransformerEngine that have every name, and compute nothing."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == _TE else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module)["__getattr__"] = functools.partial(getattr, _Names("transformer_engine", (), {}))
+
+
+@contextlib.contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Within the block TransformerEngine seems to be installed. Megatron-Bridge imports it unconditionally."""
+    finder = _NoTransformerEngine()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] == _TE]:
+            del sys.modules[name]
+
+
 def prepare(engine: types.ModuleType, journal: Journal) -> None:
     """Let Megatron run on this CPU. Called when verl's engine has been imported."""
     import torch
@@ -154,6 +197,9 @@ def prepare(engine: types.ModuleType, journal: Journal) -> None:
     for name in _LATER:
         if is_installed(name):
             importlib.import_module(name)
+    if is_installed("megatron.bridge") and not is_installed(_TE):  # Megatron-Core has found none by now
+        with _without_transformer_engine():
+            importlib.import_module("megatron.bridge")
     record = {"reason": _REASON, "remove_when": HOOK.remove_when}
     held = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _PACKAGES and vars(m).get("torch") is torch]
     own = _torch()

@@ -44,6 +44,7 @@ class Run:
         rollout_tp: tensor-parallel size of the rollout, a multiple of the trainer's.
         rotary: the positions' cosines and sines.
         fp8_cache: whether the rollout rounds keys and values to FP8.
+        fp32_head: whether logits are FP32.
     """
 
     scale_format: Any
@@ -51,11 +52,15 @@ class Run:
     rollout_tp: int
     rotary: Rotary = field(repr=False)
     fp8_cache: bool = False
+    fp32_head: bool = False
 
 
 def bound(kind: type, run: Run) -> type:
-    """A class like ``kind`` whose instances belong to ``run``, because Megatron's constructors have arguments of their own."""
-    return type(kind.__name__, (kind,), {"run": run, "__module__": kind.__module__})
+    """A class like ``kind`` whose instances belong to ``run``, because Megatron's constructors have arguments of their own.
+
+    Megatron-Bridge looks up by the name of a class how to convert its parameters, so it has the name of its counterpart there.
+    """
+    return type(kind.counterpart, (kind,), {"run": run, "__module__": kind.__module__})  # type: ignore[attr-defined]
 
 
 class Norm(nn.Module):
@@ -80,6 +85,7 @@ def _norm_weight(size: int, config: Any, device: Any = None) -> nn.Parameter:
 class Column(ColumnParallelLinear):
     """A column-parallel FP8 layer: [T, B, K] (or this rank's tokens of it) -> BF16 [T, B, N / ranks]."""
 
+    counterpart: ClassVar[str] = "ColumnParallelLinear"
     run: ClassVar[Run]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +99,8 @@ class Column(ColumnParallelLinear):
 
 class NormColumn(Column):
     """RMSNorm before a column-parallel layer, as ``TELayerNormColumnParallelLinear``."""
+
+    counterpart = "TELayerNormColumnParallelLinear"
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -113,6 +121,7 @@ def whole_sequence(layer: Any, x: Tensor) -> Tensor:
 class Row(RowParallelLinear):
     """A row-parallel FP8 layer: [T, B, K / ranks] -> BF16 [T, B, N], or this rank's tokens of it."""
 
+    counterpart: ClassVar[str] = "RowParallelLinear"
     run: ClassVar[Run]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +149,7 @@ class Attention(nn.Module):
     Megatron's own rotation is off (``spec.settings``), because it rounds elsewhere.
     """
 
+    counterpart: ClassVar[str] = "DotProductAttention"
     run: ClassVar[Run]
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -168,9 +178,10 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Head(ColumnParallelLinear):
     """``output_layer``: logits [T, B, V / ranks] with independent rows. ``spec.finish`` swaps it in after the model is built."""
 
-    jetrl_fp32 = False
+    counterpart: ClassVar[str] = "ColumnParallelLinear"
+    run: ClassVar[Run]
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """``weight`` is that of the embedding, if the two are tied."""
-        product = ops.head_linear_fp32 if self.jetrl_fp32 else ops.linear
+        product = ops.head_linear_fp32 if self.run.fp32_head else ops.linear
         return product(whole_sequence(self, input_), self.weight if weight is None else weight), None

@@ -81,7 +81,8 @@ def layer_spec(
     choose_ops(hf_config, config, device_type)
     backend = choose_backend(config.backend, device_type, config.scale_format)
     rotary = layers.Rotary(text_config(hf_config))
-    provider = ExactProvider(Run(config.scale_format, backend, rollout_tp, rotary, config.kv_cache == "fp8"))
+    run = Run(config.scale_format, backend, rollout_tp, rotary, config.kv_cache == "fp8", config.fp32_head)
+    provider = ExactProvider(run)
 
     def spec(transformer_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         layer = _layer(provider, bool(transformer_config.qk_layernorm))
@@ -112,24 +113,27 @@ def _layer(provider: ExactProvider, qk_norms: bool) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=submodules)
 
 
-def finish(chunks: Sequence[Any], config: Config) -> None:
+def finish(chunks: Sequence[Any]) -> None:
     """Give a model's chunks the exact head, for which Megatron has no spec, and check what Megatron made of the layers.
 
     Raises ModelError for a layer without Megatron's tensor-parallel attributes, or one that is not the plugin's.
     """
     for chunk in unwrap_model(list(chunks)):
+        run = next((module.run for module in chunk.modules() if isinstance(module, layers.Column)), None)
         head = getattr(chunk, "output_layer", None)
-        if head is not None:
-            head.__class__ = layers.Head
-            head.jetrl_fp32 = config.fp32_head
+        if head is not None and run is not None:
+            head.__class__ = bound(layers.Head, run)
         for name, module in chunk.named_modules():
-            weight = getattr(module, "weight", None)
-            if weight is None or not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                continue
-            if not isinstance(module, (layers.Column, layers.Row, layers.Head)):
-                required, found = "the plugin's layers", type(module).__name__
-                raise ModelError(explain(f"{name} of Megatron's model", required=required, found=found, fix="set strategy=fsdp2"))
-            if not getattr(weight, "tensor_model_parallel", False):  # gradients would be too small, and exports incomplete
-                required, found = "Megatron's tensor-parallel attributes", "none, as with perform_initialization=False"
-                fix = "leave perform_initialization at true"
-                raise ModelError(explain(f"{name} of Megatron's model", required=required, found=found, fix=fix))
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                _check(name, module)
+
+
+def _check(name: str, module: Any) -> None:
+    what, weight = f"{name} of Megatron's model", module.weight
+    if not isinstance(module, (layers.Column, layers.Row, layers.Head)):
+        required, found = "one of the plugin's layers", type(module).__name__
+        raise ModelError(explain(what, required=required, found=found, fix="set strategy=fsdp2"))
+    if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+        # gradients would be too small, and exports incomplete
+        required, found = "Megatron's tensor-parallel attributes", "none, as with perform_initialization=False"
+        raise ModelError(explain(what, required=required, found=found, fix="leave perform_initialization at true"))

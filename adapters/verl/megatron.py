@@ -209,12 +209,11 @@ def wanted(select: Select, config: Config) -> dict[str, Any]:
     """Return the verl settings that FP8 training needs: path -> value."""
     packed = f"{MODEL}.use_remove_padding"  # verl supports FP8 only with packed sequences, and exact attention takes no others
     values: dict[str, Any] = {packed: True}
-    if not uses_te(config):
-        return values
+    # Megatron-Bridge turns the fusion on for some families, and requires TransformerEngine for it
+    own = {"fp8": "e4m3", "fp8_recipe": "blockwise"} if uses_te(config) else {"apply_rope_fusion": False}
     for path in (ACTOR, REF):  # the reference inherits the actor's unless the user overrides them
         if select(f"{path}.megatron") is not None:
-            layers = f"{path}.megatron.override_transformer_config"
-            values |= {f"{layers}.fp8": "e4m3", f"{layers}.fp8_recipe": "blockwise"}
+            values |= {f"{path}.megatron.override_transformer_config.{key}": value for key, value in own.items()}
     return values
 
 

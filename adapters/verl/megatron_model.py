@@ -119,7 +119,7 @@ def prepare_exact(engine: Any, chunks: list[Any], config: Config) -> MegatronSou
     from jetrl_patch.backends import choose_backend
     from jetrl_patch.exact.dispatch import chosen_attention
 
-    registry.parallel().finish(chunks, config)
+    registry.parallel().finish(chunks)
     hf_config, kind = engine.model_config.hf_config, get_device_name()
     _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
     backend = choose_backend(config.backend, kind, config.scale_format)

@@ -114,7 +114,7 @@ def _rule(path: str, bad: Callable[[Any], bool], required: str, value: str) -> R
 
 
 _RULES: tuple[Rule, ...] = (
-    _rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), "fsdp or fsdp2", "fsdp2"),
+    _rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2", "megatron"), "fsdp, fsdp2 or megatron", "fsdp2"),
     _rule(f"{ACTOR}.calculate_sum_pi_squared", is_set, _NO_SUM, "false"),
     _rule(f"{ACTOR}.fsdp_config.router_replay.mode", other_than("disabled"), "no routes recorded by the pass", "disabled"),
     _rule("distillation.enabled", is_set, _COMPARED, "false"),

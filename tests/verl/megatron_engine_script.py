@@ -26,7 +26,8 @@ def engine_of(folder: str, given: dict[str, Any]) -> Any:
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine import EngineRegistry
 
-    engine = {"vanilla_mbridge": True, "use_mbridge": True, **given.get("engine", {})}
+    engine = {"use_mbridge": True, **given.get("engine", {})}
+    engine["override_transformer_config"] = {"apply_rope_fusion": False, **engine.get("override_transformer_config", {})}
     sizes = {"tensor_model_parallel_size": given.get("tp", 1), "pipeline_model_parallel_size": given.get("pp", 1)}
     return EngineRegistry.new(
         model_type="language_model",
@@ -168,6 +169,7 @@ CONTROLS = {"rounded parts": round_each_part, "added exponentials": add_exponent
 def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
+    from safetensors.torch import load_file
     from verl.utils.distributed import initialize_global_process_group
 
     from jetrl_patch.adapters.verl.state import WORKER
@@ -191,7 +193,8 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     vocabulary = len(engine.model_config.tokenizer)
     micro = given.get("micro", 2)
     facts: dict[str, Any] = {"equal": [], "tokens": [], "norms": []}
-    state = None
+    state, stored = weights_of(engine), load_file(f"{folder}/model.safetensors")
+    facts["loaded"] = all(torch.equal(state[name], tensor) for name, tensor in stored.items())
     for _step in range(given.get("steps", 2)):
         with engine.eval_mode():
             output = engine.forward_backward_batch(batch_of(rows[mine], temperature[mine], micro), None, forward_only=True)

@@ -80,7 +80,7 @@ def command(
         own += [f"{A}.veomni.attn_implementation=sdpa", f"{A}.veomni.moe_implementation=eager"]
     if strategy == "megatron":
         cpu = [override for override in cpu if "fsdp_config" not in override and "override_config" not in override]
-        own = ["model_engine=megatron", f"{A}.megatron.vanilla_mbridge=True"]
+        own = ["model_engine=megatron"]
     return [
         sys.executable, "-m", program, *cpu, *own,
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",

@@ -29,20 +29,25 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+#: verl's older bridge, instead of Megatron-Bridge
+MBRIDGE = {"vanilla_mbridge": True}
 #: name -> model, ranks, what the script is asked
 RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("qwen3", 1, {"pad": True, "plugin": {"scale_format": "fp32", "head_dtype": "float32", "kv_cache": "fp8"}}),
     "sequence parallelism, resumed": ("llama", 2, {"tp": 2, "optimizer": {"use_checkpoint_opt_param_scheduler": True}}),
-    "tensor parallelism": ("qwen2", 2, {"tp": 2, "engine": {"sequence_parallel": False, "param_offload": True}}),
+    "tensor parallelism": ("qwen2", 2, {"tp": 2, "engine": {"sequence_parallel": False, "param_offload": True, **MBRIDGE}}),
     "a rollout of four ranks": (
         "qwen3", 2,
         {"tp": 2, "rollout_tp": 4, "temperature": [1.0, 0.7, 0.9, 1.3, 1.0, 0.5],
          "engine": {"override_transformer_config": RECOMPUTE}},
     ),
     "stages": (
+        "qwen2", 2, {"pp": 2, "engine": {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}, **MBRIDGE}},
+    ),
+    "interleaved stages": ("qwen3", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2, **MBRIDGE}}),
+    "tied weights in two stages": (
         "qwen2", 2, {"pp": 2, "engine": {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}},
     ),
-    "interleaved stages": ("qwen3", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2}}),
     "data parallelism": ("qwen3", 2, {"micro": 3, "engine": {"optimizer_offload": True}}),
 }  # fmt: skip
 
@@ -69,6 +74,7 @@ def test_log_probs_gradients_and_what_is_sent(model, tmp_path, name):
     family, ranks, asked = RUNS[name]
     resumed = "resumed" in name
     found = ask(model(family), ranks, asked | ({"save": str(tmp_path / "saved")} if resumed else {}))
+    assert found["loaded"]
     assert found["equal"] == found["tokens"] == [TOKENS, TOKENS]  # before an update, and after one
     for own, theirs in found["norms"]:
         assert own == pytest.approx(theirs, rel=0.02)

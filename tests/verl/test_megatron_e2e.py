@@ -1,0 +1,56 @@
+"""Real verl with its Megatron engine and real vLLM rollouts on the CPU: equality of whole runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron import environ, needs_megatron
+from tests.verl.run_verl import A, M, R, Run, make_task
+
+pytestmark = [needs_megatron, pytest.mark.e2e, pytest.mark.timeout(1000)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("task"), head_dim=128)
+
+
+#: 1,024 tokens a step
+BATCH = ("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=8")
+
+
+def steps_of(task, *extra: str, processes: int = 1, steps: int = 3) -> list[dict[str, float]]:
+    """The metrics of a run's steps, each of which must be exact."""
+    run = Run(
+        task, *BATCH, *extra, strategy="megatron", processes=processes, steps=steps,
+        environ={"JETRL_PRECISION": "fp8-unified", **environ()},
+    )  # fmt: skip
+    assert run.wait(900) == 0, run.failure
+    found = run.metrics()
+    assert len(found) == steps, run.failure
+    assert sum(step["jetrl/tokens"] for step in found) > 2000
+    for step in found:
+        assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0, found
+        assert step["jetrl/quantized_layers"] == 21 and step["jetrl/sync_bytes"] <= 0.55 * step["jetrl/sync_bytes_bf16"]
+    return found
+
+
+def test_tensor_parallelism_and_a_reference_model(task):
+    """Old log-probs are not computed again, so the losses compare every token."""
+    extra = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.use_kl_loss=True", f"{R}.temperature=0.7"]
+    found = steps_of(task, *extra, "trainer.use_v1=False", processes=2)
+    assert all(step["jetrl/audited_tokens"] == step["jetrl/tokens"] for step in found)
+
+
+@pytest.mark.slow
+def test_v1_entropy_and_a_wider_rollout(task):
+    extra = [f"{A}.entropy_coeff=0.01", f"{R}.tensor_model_parallel_size=2", "trainer.use_v1=True"]
+    steps_of(task, *extra, f"{M}.use_remove_padding=False", processes=2)
+
+
+@pytest.mark.slow
+def test_stages(task):
+    extra = [f"{A}.megatron.pipeline_model_parallel_size=2", f"{R}.tensor_model_parallel_size=1"]
+    extra += [f"+{A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=1"]
+    extra += [f"{A}.megatron.vanilla_mbridge=True"]
+    steps_of(task, *extra, processes=2)
