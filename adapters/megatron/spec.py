@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -104,10 +105,11 @@ def _layer(provider: ExactProvider, qk_norms: bool) -> ModuleSpec:
     mlp = MLPSubmodules(
         linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()
     )
+    build_mlp = getattr(layers.GatedMLP, "as_mlp_submodule", None)  # Megatron-Core 0.18 builds subclasses only by this method
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,
-        mlp=ModuleSpec(layers.GatedMLP, submodules=mlp),
+        mlp=partial(build_mlp, submodules=mlp) if build_mlp else ModuleSpec(layers.GatedMLP, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(TransformerLayer, submodules=submodules)
