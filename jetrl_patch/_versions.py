@@ -19,6 +19,9 @@ SUPPORTED = {
     "ray": (">=2.41,<3", "2.60.0"),
 }
 
+#: Megatron-Core, whose layers exact mode replaces; the tests run on 0.16.1, the newest for Python 3.11
+MEGATRON = "megatron-core>=0.16,<0.19"
+
 #: training framework -> its main module; the entry points ``jetrl_patch.programs``
 PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray", "trl": "trl.cli.main"}
 
@@ -35,6 +38,8 @@ EXTRAS = {
     "verl": [*_extra("torch", "transformers", "vllm", "verl", "ray"), "TransferQueue>=0.1.10"],
     "openrlhf": _extra("torch", "transformers", "vllm", "openrlhf", "ray"),
     "trl": _extra("torch", "transformers", "vllm", "trl"),
+    # with Megatron-Bridge, which has extras of its own and comes with the images of verl
+    "megatron": [*_extra("torch", "verl"), MEGATRON, "mbridge>=0.15"],
     "te": ["transformer_engine>=2.3", *_extra("torch")],
     "optim": ["torchao>=0.18,<0.19", *_extra("torch")],
     "dev": ["pytest>=8", "pytest-cov", "pytest-timeout", "hypothesis", "ruff", "mypy", "matplotlib"],

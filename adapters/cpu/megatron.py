@@ -68,7 +68,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """``torch.distributed.scatter`` of dense parts: gloo sends the memory behind a slice; a copy to a GPU would have packed it."""
+    """``torch.distributed.scatter`` of dense parts: gloo sends the memory behind a slice. A copy to a GPU would pack it."""
     import torch
 
     dense = scatter_list and [part.contiguous() for part in scatter_list]

@@ -17,8 +17,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
+from jetrl_patch._versions import MEGATRON as MEGATRON_CORE
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, named, runs, whole
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
@@ -47,7 +49,7 @@ _BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it 
 _WHOLE = "whole sequences on each rank (ring attention adds in another order)"
 _EXPORT = "the distributed optimizer, whose buffers verl 0.9.1's weight sync reads"
 _OWN_HEAD = "exact mode's own head and log-softmax"
-_UNKNOWN = "a setting that exact mode knows"
+_SYNC = "a synchronous trainer (others are untested with Megatron)"
 _REMOVE = "remove it"
 _FALSE = "set it to false"
 _TRUE = "set it to true"
@@ -88,6 +90,8 @@ _EXACT_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "Megatron's own tensor and pipeline parallelism", _FALSE, "exact"),
     Rule(f"{MODEL}.use_fused_kernels", is_set, _OWN_HEAD, _FALSE, "exact"),
     Rule("distillation.enabled", is_set, _OWN_HEAD, _FALSE, "exact"),
+    Rule("trainer.v1.trainer_mode", other_than("sync"), _SYNC, "set it to sync", "exact"),
+    Rule("async_training", is_set, _SYNC, "use verl.trainer.main_ppo", "exact"),
     Rule(f"{MEGATRON}.override_mcore_model_config", bool, "the model in config.json", "set it to {}", "exact"),
 )  # fmt: skip
 
@@ -101,7 +105,7 @@ _HARMLESS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
     "use_cpu_initialization", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
     "apply_rope_fusion", "gradient_accumulation_fusion", "variable_seq_lengths", "deallocate_pipeline_outputs",
-    "batch_p2p_comm", "overlap_p2p_comm",
+    "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel",
 )  # fmt: skip
 #: the same of ``override_ddp_config``
 _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
@@ -113,10 +117,14 @@ def uses_te(config: Config) -> bool:
 
 
 def chosen(select: Select, asked: Config) -> Config:
-    """Set ``align="linear"``, which ``backend="te"`` needs, in the unresolved settings ``asked`` if left open."""
-    if not asked.fp8_train or not uses_te(asked) or asked.align is not None or not runs(STRATEGY, select, asked):
+    """For TransformerEngine's layers, set both ``align`` and ``backend`` in the unresolved settings ``asked`` if one is given."""
+    if not asked.fp8_train or not runs(STRATEGY, select, asked):
         return asked
-    return asked.replace(align=WITH_TE["align"])
+    if uses_te(asked) and asked.align is None:
+        return asked.replace(align=WITH_TE["align"])
+    if asked.align == WITH_TE["align"] and asked.backend == SETTINGS["backend"].default:
+        return asked.replace(backend=WITH_TE["backend"])
+    return asked
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -124,8 +132,9 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", required=required, found=value, fix=fix))
     te = uses_te(config)
-    yield from broken((*_SHARED, *(_TE_RULES if te else _EXACT_RULES)), select, config, named)
-    if not te:
+    exact = _EXACT_RULES if config.exact and not te else ()
+    yield from broken((*_SHARED, *(_TE_RULES if te else ()), *exact), select, config, named)
+    if exact:
         yield from _unknown(select)
         yield from _ranks(select)
     missing = _missing(te, bool(select(f"{MEGATRON}.vanilla_mbridge")))
@@ -164,16 +173,14 @@ _ONE_FOR_ALL = (
 
 
 def _unknown(select: Select) -> Iterator[JetrlError]:
-    """Yield an error for each key with which Megatron may build or run another model, in any role."""
-    tables = {"override_transformer_config": _HARMLESS, "override_ddp_config": _HARMLESS_DDP}
-    found: dict[str, tuple[str, Any]] = {}
-    for role, (section, harmless) in itertools.product((ACTOR, REF), tables.items()):
-        for key, value in (select(f"{role}.megatron.{section}") or {}).items():
-            if key not in harmless and value is not None:
-                found.setdefault(f"{section}.{key}", (f"{role}.megatron.{section}.{key}", value))
-    for path, value in found.values():
-        what = f"{named(path)} with exact mode"
-        yield ConfigError(explain(what, required=_UNKNOWN, found=repr(value), fix="remove it, or set strategy=fsdp2"))
+    """Yield an error for each section with keys by which Megatron may build or run another model."""
+    for section, harmless in {"override_transformer_config": _HARMLESS, "override_ddp_config": _HARMLESS_DDP}.items():
+        given = [(select(f"{role}.megatron.{section}") or {}).items() for role in (ACTOR, REF)]
+        found = {str(key): value for key, value in itertools.chain(*given) if key not in harmless and value is not None}
+        if found:
+            what, words = f"{named(f'{MEGATRON}.{section}')} with exact mode", ", ".join(f"{k}={v!r}" for k, v in found.items())
+            required, fix = "keys that exact mode knows to change no bit", f"remove {' and '.join(found)}, or set strategy=fsdp2"
+            yield ConfigError(explain(what, required=required, found=words, fix=fix))
 
 
 def _ranks(select: Select) -> Iterator[JetrlError]:
@@ -193,7 +200,9 @@ def _missing(te: bool, vanilla: bool) -> VersionError | None:
     """Return one error for all packages that are missing or too old."""
     bridge = "mbridge" if vanilla and not te else "megatron.bridge"
     wrong = [f"no {name}" for name in ("megatron.core", bridge) if not is_installed(name)]
-    required = f"megatron-core and {'mbridge' if bridge == 'mbridge' else 'megatron-bridge'}"
+    required, core = f"{MEGATRON_CORE} and {bridge.replace('.', '-')}", installed_version("megatron-core")
+    if not te and core is not None and not Requirement(MEGATRON_CORE).specifier.contains(core, prereleases=True):
+        wrong.append(f"megatron-core {core}")
     if te:
         required = f"megatron-core, megatron-bridge and transformer_engine>={TE_LEAST}"
         found = installed_version("transformer_engine")

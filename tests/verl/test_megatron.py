@@ -37,8 +37,8 @@ FP32 = LINEAR.replace(scale_format="fp32")
 def installed(monkeypatch):
     """Fake the installed packages."""
 
-    def say(te="2.20.2", megatron_there=True):
-        monkeypatch.setattr(megatron, "installed_version", lambda name: te)
+    def say(te="2.20.2", megatron_there=True, core="0.16.1"):
+        monkeypatch.setattr(megatron, "installed_version", {"transformer_engine": te, "megatron-core": core}.get)
         monkeypatch.setattr(megatron, "is_installed", lambda name: megatron_there)
 
     say()
@@ -136,7 +136,8 @@ def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
     ("settings_given", "align", "backend"),
     [
         ({}, None, "auto"),
-        ({"align": "linear"}, "linear", "auto"),  # what the user set stays, and is refused
+        ({"align": "linear"}, "linear", "te"),
+        ({"align": "linear", "backend": "torch"}, "linear", "torch"),  # what the user set stays, and is refused
         ({"backend": "te"}, "linear", "te"),
         ({"align": "exact", "backend": "te"}, "exact", "te"),
         ({"precision": "bf16"}, None, "auto"),
@@ -175,12 +176,14 @@ OF_EXACT = [
     ("actor_rollout_ref.model.use_fused_kernels=true", "exact mode's own head"),
     ("distillation.enabled=true", "exact mode's own head"),
     (f"+{M}.override_mcore_model_config.moe=1", "the model in config.json"),
-    (f"+{LAYERS}.perform_initialization=false", "perform_initialization.*a setting that exact mode knows"),
-    (f"+{LAYERS}.invented_tomorrow=1", "invented_tomorrow.*a setting that exact mode knows"),
-    (f"+{LAYERS}.fp8=e4m3", "fp8.*a setting that exact mode knows"),
-    (f"+{M}.override_ddp_config.overlap_param_gather=true", "overlap_param_gather.*a setting that exact mode knows"),
+    (f"+{LAYERS}.perform_initialization=false", "keys that exact mode knows to change no bit, found perform_initialization="),
+    (f"+{LAYERS}.invented_tomorrow=1", "keys that exact mode knows to change no bit, found invented_tomorrow="),
+    (f"+{LAYERS}.fp8=e4m3", "keys that exact mode knows to change no bit, found fp8='e4m3'"),
+    (f"+{M}.override_ddp_config.overlap_param_gather=true", "exact mode knows to change no bit, found overlap_param_gather="),
     (f"{M}.tensor_model_parallel_size=2", "a divisor of .*rollout.tensor_model_parallel_size=1, whose sums.*found 2"),
     (f"{M}.expert_model_parallel_size=2", "only dense models"),
+    ("trainer.v1.trainer_mode=colocate_async", "a synchronous trainer"),
+    ("+async_training.staleness_threshold=1", "a synchronous trainer"),
     ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
 ]
 
@@ -250,6 +253,20 @@ def test_what_is_not_installed(composed, installed, there, found):
     with pytest.raises(VersionError, match=f"required .*transformer_engine>=2.3, {found}"):
         settings.check(composed(), LINEAR)
     settings.check(composed(), Config(precision="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        ({"core": "0.15.3"}, "found megatron-core 0.15.3."),
+        ({"core": "0.19.0"}, "found megatron-core 0.19.0."),
+        ({"megatron_there": False}, "found no megatron.core, no megatron.bridge."),
+    ],
+)
+def test_what_exact_mode_does_not_find(composed, installed, there, found):
+    installed(te=None, **there)
+    with pytest.raises(VersionError, match=f"required megatron-core>=0.16,<0.19 and megatron-bridge, {found}"):
+        settings.check(composed(), EXACT)
 
 
 def test_this_very_environment_has_none_of_it(composed):

@@ -24,7 +24,7 @@ REFUSED = [
     ("distillation.enabled=True", "distillation.enabled"),
     ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", "checkpoint_engine.backend"),
     ("trainer.v1.trainer_mode=colocate_async", "trainer_mode"),
-    ("++actor_rollout_ref.actor.strategy=megatron", "actor.strategy"),
+    ("++actor_rollout_ref.actor.strategy=veomni", "actor.strategy"),
 ]
 
 
