@@ -1,7 +1,7 @@
 """Modules of a Megatron-Core model that compute as the exact rollout does.
 
 Parameters have the names of Megatron's TransformerEngine layers (``linear_qkv.layer_norm_weight``, ...), so both bridges convert
-checkpoints, and checkpoints made with TransformerEngine fit. Each class is bound to a ``Run`` before Megatron builds it.
+checkpoints. Each class is bound to a ``Run`` before Megatron builds it.
 
 A column-parallel layer splits the rows of W, so each element of Y is one rank's alone and has the rollout's bits. A row-parallel
 layer adds FP32 sums in rank order (``fp8.parallel``). Hidden states are [T, B, H]: T tokens of B sequences, or one packed row.
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
+from jetrl_patch.adapters.megatron.exchange import HeadExchange
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import ExactRotary
 from jetrl_patch.fp8.linear import Fp8State, fp8_linear
@@ -152,22 +153,34 @@ class Attention(nn.Module):
     counterpart: ClassVar[str] = "DotProductAttention"
     run: ClassVar[Run]
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: Any, *_: Any, softmax_scale: float | None = None, pg_collection: Any = None, **__: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.group = None if config.context_parallel_size == 1 else pg_collection.cp
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Any, **__: Any
     ) -> Tensor:
-        """Heads [T, h, D] of a packed row -> BF16 [T, 1, h D]."""
+        """Heads [T, h, D] of a packed row, or of this rank's part of it -> BF16 [T, 1, h D]."""
         padded = packed_seq_params.cu_seqlens_q_padded  # each sequence has its own padding at its end
         cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
-        at = torch.arange(query.shape[0], device=query.device)
-        positions = at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
-        cos, sin = (table.unsqueeze(1) for table in self.run.rotary.forward(query, positions))
-        q, k = (_rotated(heads, cos, sin) for heads in (query, key))
-        attended = ops.attention_varlen(q, k, value, cu_seqlens, self.scale, self.run.fp8_cache)
-        return attended.view(query.shape[0], 1, -1)
+        exchange = None if self.group is None else HeadExchange(self.group, cu_seqlens, query.shape[0])
+        q, k, v = (query, key, value) if exchange is None else map(exchange.to_heads, (query, key, value))
+        begins = _begins(cu_seqlens, len(q))
+        cos, sin = (table.unsqueeze(1) for table in self.run.rotary.forward(q, torch.arange(len(q), device=q.device) - begins))
+        q, k = (_rotated(heads, cos, sin) for heads in (q, k))
+        attended = ops.attention_varlen(q, k, v, cu_seqlens, self.scale, self.run.fp8_cache)
+        if exchange is not None:
+            attended = exchange.to_tokens(attended)
+        return attended.reshape(query.shape[0], 1, -1)
+
+
+def _begins(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """The first position of each token's sequence, int [T]."""
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    return cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -46,7 +46,6 @@ _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
 _DENSE = "no expert parallelism (only dense models are supported)"
 _BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it loads the checkpoint, and never reloads them)"
-_WHOLE = "whole sequences on each rank (ring attention adds in another order)"
 _EXPORT = "the distributed optimizer, whose buffers verl 0.9.1's weight sync reads"
 _OWN_HEAD = "exact mode's own head and log-softmax"
 _SYNC = "a synchronous trainer (others are untested with Megatron)"
@@ -83,11 +82,9 @@ _TE_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
 )  # fmt: skip
 _EXACT_RULES: tuple[Rule, ...] = (
-    *(
-        Rule(f"{role}.megatron.context_parallel_size", more_than_one, _WHOLE, "set it to 1", "exact") for role in (ACTOR, REF)
-    ),
     Rule(f"{MEGATRON}.use_distributed_optimizer", lambda value: not value, _EXPORT, _TRUE, "exact"),
     Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "Megatron's own tensor and pipeline parallelism", _FALSE, "exact"),
+    Rule(f"{MEGATRON}.use_dist_checkpointing", is_set, "a Hugging Face checkpoint to start from", _FALSE, "exact"),
     Rule(f"{MODEL}.use_fused_kernels", is_set, _OWN_HEAD, _FALSE, "exact"),
     Rule("distillation.enabled", is_set, _OWN_HEAD, _FALSE, "exact"),
     Rule("trainer.v1.trainer_mode", other_than("sync"), _SYNC, "set it to sync", "exact"),
@@ -105,7 +102,7 @@ _HARMLESS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
     "use_cpu_initialization", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
     "apply_rope_fusion", "gradient_accumulation_fusion", "variable_seq_lengths", "deallocate_pipeline_outputs",
-    "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel",
+    "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel", "cp_comm_type",
 )  # fmt: skip
 #: the same of ``override_ddp_config``
 _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
@@ -226,12 +223,12 @@ def wanted(select: Select, config: Config) -> dict[str, Any]:
     return values
 
 
-def check_model(hf_config: Any, trainer_tp: int, config: Config) -> None:
+def check_model(hf_config: Any, trainer_tp: int, trainer_cp: int, config: Config) -> None:
     """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers.
 
     ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank. Raises ModelError if the
-    family is unsupported, if a block would contain rows of two layers (the error names all such widths), or if exact mode's ranks
-    would share a key head.
+    family is unsupported, if a block would contain rows of two layers (the error names all such widths), or if exact mode's
+    ranks, among which context parallelism exchanges heads, would share a key head.
     """
     if getattr(hf_config, "model_type", None) not in covering("megatron"):
         required, found = f"one of {', '.join(covering('megatron'))}", uncovered(hf_config, "megatron")
@@ -245,10 +242,10 @@ def check_model(hf_config: Any, trainer_tp: int, config: Config) -> None:
         required = "a head_dim and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers"
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
-    shared = int(getattr(hf_config, "num_key_value_heads", None) or heads)
-    if config.exact and shared % trainer_tp:
-        required, found = "whole key heads on each rank", f"{shared} key heads over {trainer_tp} ranks"
-        fix = f"set megatron.tensor_model_parallel_size to a divisor of {shared}"
+    shared, ranks = int(getattr(hf_config, "num_key_value_heads", None) or heads), trainer_tp * trainer_cp
+    if config.exact and shared % ranks:
+        required, found = "whole key heads on each rank", f"{shared} key heads over {ranks} ranks"
+        fix = f"let tensor_model_parallel_size times context_parallel_size divide {shared}"
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
 
 

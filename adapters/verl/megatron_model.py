@@ -78,6 +78,12 @@ def _trains(engine: Any, config: Config) -> bool:
     return engine.model_config.model_type == "language_model" and config.quantized_rollout
 
 
+def _sizes(engine: Any) -> tuple[int, int]:
+    """The engine's tensor-parallel and context-parallel size."""
+    config = engine.engine_config
+    return int(config.tensor_model_parallel_size), int(config.context_parallel_size)
+
+
 @replacement
 def build_tf_config(original: Any, self: Any) -> None:
     """Wrap ``MegatronEngine._build_tf_config``: let the bridge build the exact layers. Raises ModelError, ConfigError."""
@@ -88,7 +94,7 @@ def build_tf_config(original: Any, self: Any) -> None:
     from verl.utils.device import get_device_name
 
     hf_config = self.model_config.hf_config
-    megatron.check_model(hf_config, int(self.engine_config.tensor_model_parallel_size), config)
+    megatron.check_model(hf_config, *_sizes(self), config)
     service, own = registry.parallel(), self.tf_config if self.provider is None else self.provider
     for name, value in service.settings(int(hf_config.num_hidden_layers)).items():
         setattr(own, name, value)
@@ -140,7 +146,7 @@ def prepare_te(engine: Any, chunks: list[Any], config: Config) -> MegatronSource
     from jetrl_patch.backends.transformer_engine import check_recipe, require_te_linears
 
     hf_config = engine.model_config.hf_config
-    megatron.check_model(hf_config, int(engine.engine_config.tensor_model_parallel_size), config)
+    megatron.check_model(hf_config, *_sizes(engine), config)
     _check_built(engine.tf_config)
     recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
     check_recipe(recipe, config.scale_format, "Megatron's layers")

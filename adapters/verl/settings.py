@@ -269,9 +269,9 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if runs(veomni.STRATEGY, select, config):
         yield from raised(lambda: veomni.check_model(hf_config))
     if runs(megatron.STRATEGY, select, config):
-        sizes = {whole(select, f"{path}.megatron.tensor_model_parallel_size") for path in (ACTOR, REF)}
-        for size in sorted(sizes):
-            yield from raised(lambda: megatron.check_model(hf_config, size, config))  # noqa: B023
+        kinds = ("tensor_model_parallel_size", "context_parallel_size")
+        for tp, cp in sorted({tuple(whole(select, f"{path}.megatron.{kind}") for kind in kinds) for path in (ACTOR, REF)}):
+            yield from raised(lambda: megatron.check_model(hf_config, tp, cp, config))  # noqa: B023
 
 
 def _checkpoint(select: Select, config: Config) -> tuple[Any, Config, int, int]:

@@ -63,7 +63,7 @@ WHOLE = (
     *(f"{ROLLOUT}.{kind}_parallel_size" for kind in ("tensor_model", "expert", "data", "pipeline_model")),
     *(f"{pool}.{key}" for pool in POOLS for key in ("nnodes", "n_gpus_per_node")),
     *(f"{role}.{key}" for role in (ACTOR, REF) for key in (ULYSSES, f"fsdp_config.{ULYSSES}", "veomni.ulysses_parallel_size")),
-    *(f"{role}.megatron.tensor_model_parallel_size" for role in (ACTOR, REF)),
+    *(f"{role}.megatron.{kind}_parallel_size" for role in (ACTOR, REF) for kind in ("tensor_model", "context")),
     f"{ACTOR}.fsdp_config.fsdp_size", f"{MODEL}.lora_rank", f"{MODEL}.lora.rank", "ray_kwargs.ray_init.num_cpus",
 )  # fmt: skip
 

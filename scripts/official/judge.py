@@ -259,7 +259,8 @@ def on_target() -> Iterator[None]:
 
     from jetrl_patch.adapters.verl import megatron, veomni
 
-    there = {"transformer_engine": "2.16.1", "megatron.core": "0.18.0", "megatron.bridge": "0.5.0", "mbridge": "0.15.1", "veomni": "0.1.12"}
+    there = {"transformer_engine": "2.16.1", "megatron.core": "0.18.0", "megatron.bridge": "0.5.0", "mbridge": "0.15.1"}
+    there["veomni"] = "0.1.12"
     version, installed, build = megatron.installed_version, megatron.is_installed, AutoModelForCausalLM.from_config
     built: dict[str, Any] = {}
 

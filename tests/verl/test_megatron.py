@@ -169,9 +169,8 @@ def test_exact_mode_needs_no_transformer_engine(composed, installed):
 
 
 OF_EXACT = [
-    (f"{M}.context_parallel_size=2", "whole sequences on each rank .ring attention"),
-    (f"actor_rollout_ref.ref.megatron.context_parallel_size=2 {M}.context_parallel_size=1", "whole sequences on each rank"),
     (f"{M}.use_distributed_optimizer=false", "the distributed optimizer, whose buffers"),
+    (f"{M}.use_dist_checkpointing=true", "a Hugging Face checkpoint to start from"),
     (f"{M}.use_megatron_fsdp=true", "Megatron's own tensor and pipeline parallelism"),
     ("actor_rollout_ref.model.use_fused_kernels=true", "exact mode's own head"),
     ("distillation.enabled=true", "exact mode's own head"),
@@ -186,6 +185,12 @@ OF_EXACT = [
     ("+async_training.staleness_threshold=1", "a synchronous trainer"),
     ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
 ]
+
+
+def test_key_heads_are_counted_before_anything_starts(composed, installed):
+    with pytest.raises(ModelError, match="2 key heads over 4 ranks"):
+        settings.check(composed(f"{M}.context_parallel_size=4"), EXACT)
+    settings.check(composed(f"{M}.context_parallel_size=2"), EXACT)
 
 
 @pytest.mark.parametrize(("override", "match"), OF_EXACT)
@@ -288,13 +293,15 @@ def test_this_very_environment_has_none_of_it(composed):
 )
 def test_a_block_that_would_hold_two_layers(options, tp, match):
     with pytest.raises(ModelError, match=match):
-        megatron.check_model(config_of("qwen3", **options), tp, LINEAR)
-    megatron.check_model(config_of("qwen3", head_dim=128), 4, LINEAR)
+        megatron.check_model(config_of("qwen3", **options), tp, 1, LINEAR)
+    megatron.check_model(config_of("qwen3", head_dim=128), 4, 1, LINEAR)
 
 
-def test_ranks_that_would_share_a_key_head():
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
+def test_ranks_that_would_share_a_key_head(sizes):
     with pytest.raises(ModelError, match="whole key heads on each rank, found 2 key heads over 4 ranks"):
-        megatron.check_model(config_of("qwen3", head_dim=128), 4, EXACT)
+        megatron.check_model(config_of("qwen3", head_dim=128), *sizes, EXACT)
+    megatron.check_model(config_of("qwen3", head_dim=128), 1, 2, EXACT)
 
 
 def test_the_model_is_looked_at_before_anything_starts(composed, installed, tmp_path):

@@ -54,3 +54,8 @@ def test_stages(task):
     extra += [f"+{A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=1"]
     extra += [f"{A}.megatron.vanilla_mbridge=True"]
     steps_of(task, *extra, processes=2)
+
+
+@pytest.mark.slow
+def test_context_parallelism(task):
+    steps_of(task, f"{A}.megatron.context_parallel_size=2", f"{R}.tensor_model_parallel_size=1", processes=2)

@@ -48,6 +48,7 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tied weights in two stages": (
         "qwen2", 2, {"pp": 2, "engine": {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}},
     ),
+    "context parallelism": ("llama", 2, {"engine": {"context_parallel_size": 2, "override_transformer_config": RECOMPUTE}}),
     "data parallelism": ("qwen3", 2, {"micro": 3, "engine": {"optimizer_offload": True}}),
 }  # fmt: skip
 
