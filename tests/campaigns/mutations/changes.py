@@ -202,4 +202,28 @@ GROUPS = (
             ("new = before - lr * weight_decay * before - lr * update", "new = before - lr * update"),
         ),
     ),
+    Group(
+        f"{_CORE}/fp8/parallel.py", ("tests/fp8/test_ranks.py",),
+        (
+            ("[backend.gemm(a, b, torch.float32) for a, b", "[backend.gemm(a, b, torch.bfloat16).float() for a, b"),
+            ("added(parts_RPmN.view(ranks * P, rows, N))", "added(parts_RPmN.view(ranks * P, rows, N).flip(0))"),
+            ("rows = -(-M // ranks)", "rows = M // ranks"),
+            ("        if not self.scattered:\n            return grad", "        if True:\n            return grad"),
+        ),
+    ),
+    Group(
+        f"{_CORE}/exact/vocabulary.py", ("tests/fp8/test_ranks.py",),
+        (
+            ("return every[:, :vocabulary]", "return every"),
+            ("grad_outputs[0].chunk(ctx.ranks, 1)[ctx.rank], None", "grad_outputs[0].chunk(ctx.ranks, 1)[0], None"),
+        ),
+    ),
+    Group(
+        "adapters/megatron/exchange.py", ("tests/fp8/test_ranks.py",),
+        (
+            ("torch.where(second, 2 * ranks - 1 - number, number)", "torch.where(second, number - ranks, number)"),
+            ("+ second * chunk", ""),
+            ("return received.flatten(0, 1)[self._place]", "return received.flatten(0, 1)"),
+        ),
+    ),
 )  # fmt: skip
