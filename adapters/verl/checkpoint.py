@@ -21,8 +21,8 @@ from jetrl_patch.trainer.rules import raised
 
 # ---- Record the run's settings in checkpoints, and compare them before a checkpoint is loaded ----
 
-#: the engines that save with ``FSDPCheckpointManager``, and so record the settings
-_RECORDED = ("fsdp", "fsdp2", "veomni")
+#: the engines whose checkpoint managers are patched, and so record the settings
+_RECORDED = ("fsdp", "fsdp2", "veomni", "megatron")
 #: verl's ways to resume
 _MODES = ("auto", "disable", "resume_path")
 
@@ -59,7 +59,7 @@ def resumed(select: Select) -> Place:
 
 @replacement
 def save_checkpoint(original: Any, self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``FSDPCheckpointManager.save_checkpoint``: rank 0 writes ``jetrl.json`` next to its shards."""
+    """Wrap a checkpoint manager's ``save_checkpoint``: rank 0 writes ``jetrl.json`` next to its shards."""
     if local_path is not None and self.rank == 0:
         record.write(local_path, session.active_config())
     return original(self, local_path, *args, **kwargs)
@@ -74,6 +74,14 @@ def load_checkpoint(original: Any, self: Any, local_path: Any, *args: Any, **kwa
     if local_path is not None:
         record.check(local_path, session.active_config(), optimizer=bool(self.should_load_optimizer))
         lora.check_resumed(local_path, getattr(self, "model", None), session.active_config())
+    return original(self, local_path, *args, **kwargs)
+
+
+@replacement
+def load_megatron(original: Any, self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ``MegatronCheckpointManager.load_checkpoint``: the same, without adapters, which the plugin does not merge there."""
+    if local_path is not None:
+        record.check(local_path, session.active_config(), optimizer=bool(self.should_load_optimizer))
     return original(self, local_path, *args, **kwargs)
 
 

@@ -48,7 +48,7 @@ _DENSE = "no expert parallelism (only dense models are supported)"
 _BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it loads the checkpoint, and never reloads them)"
 _EXPORT = "the distributed optimizer, whose buffers verl 0.9.1's weight sync reads"
 _OWN_HEAD = "exact mode's own head and log-softmax"
-_SYNC = "a synchronous trainer (others are untested with Megatron)"
+_MAIN = "verl.trainer.main_ppo (the asynchronous programs are untested with Megatron)"
 _REMOVE = "remove it"
 _FALSE = "set it to false"
 _TRUE = "set it to true"
@@ -62,10 +62,6 @@ _SHARED: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "a bridge's export", _TRUE, "quantized"),
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError),
-    Rule(
-        f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (Megatron's export over others is untested)",
-        "set it to naive", "quantized",
-    ),
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip
 _TE_RULES: tuple[Rule, ...] = (
@@ -80,6 +76,10 @@ _TE_RULES: tuple[Rule, ...] = (
     Rule(f"{LAYERS}.fp8_dot_product_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
     Rule(f"{LAYERS}.fp8_multi_head_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
     Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
+    Rule(
+        f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (TransformerEngine's export over others is untested)",
+        "set it to naive", "quantized",
+    ),
 )  # fmt: skip
 _EXACT_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_distributed_optimizer", lambda value: not value, _EXPORT, _TRUE, "exact"),
@@ -87,8 +87,7 @@ _EXACT_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_dist_checkpointing", is_set, "a Hugging Face checkpoint to start from", _FALSE, "exact"),
     Rule(f"{MODEL}.use_fused_kernels", is_set, _OWN_HEAD, _FALSE, "exact"),
     Rule("distillation.enabled", is_set, _OWN_HEAD, _FALSE, "exact"),
-    Rule("trainer.v1.trainer_mode", other_than("sync"), _SYNC, "set it to sync", "exact"),
-    Rule("async_training", is_set, _SYNC, "use verl.trainer.main_ppo", "exact"),
+    Rule("async_training", is_set, _MAIN, "use it", "exact"),
     Rule(f"{MEGATRON}.override_mcore_model_config", bool, "the model in config.json", "set it to {}", "exact"),
 )  # fmt: skip
 

@@ -34,6 +34,7 @@ _CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
+_MEGATRON_CHECKPOINT = "verl.utils.checkpoint.megatron_checkpoint_manager"
 _SEPARATION = "verl.experimental.separation.engine_workers"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _CALLS_PLUGINS = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
@@ -152,7 +153,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         _CHECKPOINT, "FSDPCheckpointManager.save_checkpoint", checkpoint.save_checkpoint,
-        reason="verl's checkpoints do not record the precision settings of their run. Megatron checkpoints are not covered",
+        reason="verl's checkpoints do not record the precision settings of their run",
         remove_when=_STATE,
     ),
     Patch(
@@ -324,6 +325,16 @@ MEGATRON: tuple[Patch, ...] = (
         when=lambda config: config.exact,
         reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
         remove_when="verl's forward_backward_batch passes the layers a flag like TransformerEngine's is_first_microbatch",
+    ),
+    Patch(
+        _MEGATRON_CHECKPOINT, "MegatronCheckpointManager.save_checkpoint", checkpoint.save_checkpoint,
+        reason="verl's checkpoints do not record the precision settings of their run",
+        remove_when=_STATE,
+    ),
+    Patch(
+        _MEGATRON_CHECKPOINT, "MegatronCheckpointManager.load_checkpoint", checkpoint.load_megatron,
+        reason="a run could silently resume in a different precision",
+        remove_when=_STATE,
     ),
     Patch(
         _MEGATRON, "MegatronEngine.get_per_tensor_param", sync.get_per_tensor_param,

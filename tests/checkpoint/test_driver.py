@@ -130,7 +130,7 @@ def test_states_that_verl_does_not_load_may_be_of_another_kind(place: Path) -> N
     assert found("verl", verl(place, without), LINEAR) == []
 
 
-def test_megatrons_checkpoints_have_no_record_to_compare(place: Path) -> None:
+def test_megatrons_checkpoints_are_compared(place: Path) -> None:
     save(place, "verl", None)
     problems = found("verl", verl(place, "model_engine=megatron"), LINEAR.replace(backend="te"))
-    assert not [problem for problem in problems if problem.startswith("resuming")]
+    assert [problem for problem in problems if problem.startswith("resuming")]

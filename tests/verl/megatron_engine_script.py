@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jetrl_patch
@@ -135,6 +136,31 @@ def update(engine: Any, batch: Any, loss: Any) -> float:
     return float(norm)
 
 
+def refused(engine: Any, saved: Path) -> bool:
+    """Whether the engine refuses a checkpoint of other settings."""
+    import torch.distributed as dist
+
+    from jetrl_patch.errors import ConfigError
+
+    record = saved / "jetrl.json"
+    text = record.read_text()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        record.write_text(text.replace('"pow2"', '"fp32"'))
+    dist.barrier()
+    try:
+        engine.load_checkpoint(str(saved))
+    except ConfigError as error:
+        found = "scale_format='pow2'" in str(error)
+    else:
+        found = False
+    dist.barrier()
+    if dist.get_rank() == 0:
+        record.write_text(text)
+    dist.barrier()
+    return found
+
+
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     import torch
 
@@ -234,6 +260,7 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         engine.save_checkpoint(given["save"])
         again = engine_of(folder, given)
         again.initialize()
+        facts["refused"] = refused(again, Path(given["save"]))
         again.load_checkpoint(given["save"])
         facts["resumed"] = _equal(weights_of(again), state)
         for each in (engine, again):

@@ -45,6 +45,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         if module.__name__ == "megatron.core.package_info":
             module.__version__ = "0.16.0"
+        if module.__name__ == "verl.utils.checkpoint.megatron_checkpoint_manager":
+            methods = dict.fromkeys(("save_checkpoint", "load_checkpoint"), lambda *a, **k: None)
+            module.MegatronCheckpointManager = type("MegatronCheckpointManager", (), methods)
         if module.__name__ == "verl.utils.megatron.optimizer":
             module.is_muon_layer_wise_config = lambda config: False
         if module.__name__ == "verl.utils.megatron_utils":

@@ -181,8 +181,7 @@ OF_EXACT = [
     (f"+{M}.override_ddp_config.overlap_param_gather=true", "exact mode knows to change no bit, found overlap_param_gather="),
     (f"{M}.tensor_model_parallel_size=2", "a divisor of .*rollout.tensor_model_parallel_size=1, whose sums.*found 2"),
     (f"{M}.expert_model_parallel_size=2", "only dense models"),
-    ("trainer.v1.trainer_mode=colocate_async", "a synchronous trainer"),
-    ("+async_training.staleness_threshold=1", "a synchronous trainer"),
+    ("+async_training.staleness_threshold=1", "verl.trainer.main_ppo"),
     ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
 ]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.megatron import environ, needs_megatron
+from tests.rescore_script import rescore
 from tests.verl.run_verl import A, M, R, Run, make_task
+from tests.verl.test_async_runs import APART, DUMPER, SAVE, TOGETHER
 
 pytestmark = [needs_megatron, pytest.mark.e2e, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return make_task(tmp_path_factory.mktemp("task"), head_dim=128)
+    return make_task(tmp_path_factory.mktemp("task"), fill=True, head_dim=128)
 
 
 #: 1,024 tokens a step
@@ -59,3 +61,21 @@ def test_stages(task):
 @pytest.mark.slow
 def test_context_parallelism(task):
     steps_of(task, f"{A}.megatron.context_parallel_size=2", f"{R}.tensor_model_parallel_size=1", processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [TOGETHER, APART], ids=["colocate_async", "separate_async"])
+def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode):
+    """Samples may be older than the trainer's weights. Each is scored again by the exact Hugging Face model of its version."""
+    (tmp_path / "sitecustomize.py").write_text(DUMPER)
+    path = environ()["PYTHONPATH"]
+    run = Run(
+        task, f"trainer.default_local_dir={tmp_path}", *SAVE, *mode, strategy="megatron", steps=6,
+        environ={"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": f"{tmp_path}:{path}", "SAMPLES": str(tmp_path)},
+    )  # fmt: skip
+    assert run.wait(900) == 0, run.failure
+    checkpoints = tmp_path / "global_step_{v}" / "actor" / "model" / "huggingface"
+    tokens, equal, versions, late = rescore(tmp_path, 0, task / "model", str(checkpoints))
+    assert equal == tokens >= 500 and versions >= 3 and late > 0
+    for step in run.metrics():
+        assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0 and step["jetrl/sync_bytes"] > 0

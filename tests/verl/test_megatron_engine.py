@@ -83,7 +83,7 @@ def test_log_probs_gradients_and_what_is_sent(model, tmp_path, name):
     assert found["bytes"] and found["scales"] and found["rest"] and found["complete"] and found["fraction"] < 0.51
     assert found.get("finite", True)
     if resumed:
-        assert found["resumed"] and found["continued"]
+        assert found["resumed"] and found["continued"] and found["refused"]
     if asked.get("pad"):  # Megatron trains every row of the embedding, a row of zeros too
         assert found["norms"][0][0] > 100 * found["without pad row"][0]
 
