@@ -210,8 +210,8 @@ def prepare(engine: types.ModuleType, journal: Journal) -> None:
 
     give(own)
     journal.add_undo(lambda: give(torch), target="the name torch in Megatron's modules", **record)
-    for owner in (torch.Tensor, torch.nn.Module):
-        journal.set_attr(owner, "cuda", _itself, target=f"torch.{owner.__name__}.cuda", **record)
+    for owner, method in ((torch.Tensor, "cuda"), (torch.nn.Module, "cuda"), (torch.Tensor, "pin_memory")):
+        journal.set_attr(owner, method, _itself, target=f"torch.{owner.__name__}.{method}", **record)
     path, name = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"  # verl's default, which its sync needs
     kind = getattr(sys.modules[path], name)
     changed = {"__init__": _among_cuda_types, "sharded_state_dict": _with_states, "load_state_dict": _with_steps}
