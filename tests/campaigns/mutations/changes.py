@@ -203,7 +203,7 @@ GROUPS = (
         ),
     ),
     Group(
-        f"{_CORE}/fp8/parallel.py", ("tests/fp8/test_ranks.py",),
+        f"{_CORE}/fp8/parallel.py", ("tests/fp8/test_split.py",),
         (
             ("[backend.gemm(a, b, torch.float32) for a, b", "[backend.gemm(a, b, torch.bfloat16).float() for a, b"),
             ("added(parts_RPmN.view(ranks * P, rows, N))", "added(parts_RPmN.view(ranks * P, rows, N).flip(0))"),
@@ -212,14 +212,14 @@ GROUPS = (
         ),
     ),
     Group(
-        f"{_CORE}/exact/vocabulary.py", ("tests/fp8/test_ranks.py",),
+        f"{_CORE}/exact/vocabulary.py", ("tests/fp8/test_split.py",),
         (
             ("return every[:, :vocabulary]", "return every"),
             ("grad_outputs[0].chunk(ctx.ranks, 1)[ctx.rank], None", "grad_outputs[0].chunk(ctx.ranks, 1)[0], None"),
         ),
     ),
     Group(
-        "adapters/megatron/exchange.py", ("tests/fp8/test_ranks.py",),
+        "adapters/megatron/exchange.py", ("tests/fp8/test_split.py",),
         (
             ("torch.where(second, 2 * ranks - 1 - number, number)", "torch.where(second, number - ranks, number)"),
             ("+ second * chunk", ""),

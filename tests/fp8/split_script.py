@@ -1,6 +1,6 @@
 """Run under torchrun: layers, logits and sequences that a trainer splits over its ranks, against one rank that holds all.
 
-    torchrun --nproc_per_node=N ranks_script.py rows|vocabulary|heads
+    torchrun --nproc_per_node=N split_script.py rows|vocabulary|heads
 
 Prints a JSON line of facts on rank 0; every fact covers all ranks.
 """
