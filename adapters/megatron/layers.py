@@ -9,8 +9,9 @@ layer adds FP32 sums in rank order (``fp8.parallel``). Hidden states are [T, B, 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,32 @@ from jetrl_patch.fp8.linear import Fp8State, fp8_linear
 from jetrl_patch.fp8.parallel import RowRanks
 
 
-class Rotary(ExactRotary):
-    """cos and sin [T, D] of positions [T], from the rollout's table. One for all layers of a run."""
+class Places(NamedTuple):
+    """cos and sin [T, 1, D] of the tokens of a packed row, and how ranks exchange them for heads (None: they hold all)."""
+
+    cos: Tensor
+    sin: Tensor
+    exchange: HeadExchange | None
+
+
+class Positions(ExactRotary):
+    """The positions of a packed row's tokens, looked up in the rollout's table. All layers of a pass share the last result."""
 
     def __init__(self, text_config: Any) -> None:
         self.config = text_config
+        self._of: weakref.ref[Tensor] | None = None
+        self._places: Places | None = None
+
+    def places(self, cu_seqlens: Tensor, query: Tensor, group: Any) -> Places:
+        """Args: where the sequences begin, int [S + 1]; the rank's queries [t, h, D]; the context-parallel ranks, or None."""
+        if self._places is None or self._of is None or self._of() is not cu_seqlens:
+            exchange = None if group is None else HeadExchange(group, cu_seqlens, len(query))
+            total = len(query) * (1 if group is None else dist.get_world_size(group))
+            at = torch.arange(total, device=query.device)
+            begins = cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
+            cos, sin = self.forward(query, at - begins)
+            self._of, self._places = weakref.ref(cu_seqlens), Places(cos.unsqueeze(1), sin.unsqueeze(1), exchange)
+        return self._places
 
 
 @dataclass(frozen=True)
@@ -43,7 +65,7 @@ class Run:
     Attributes:
         scale_format, backend: as in ``Fp8State``.
         rollout_tp: tensor-parallel size of the rollout, a multiple of the trainer's.
-        rotary: the positions' cosines and sines.
+        positions: those of the last packed row.
         fp8_cache: whether the rollout rounds keys and values to FP8.
         fp32_head: whether logits are FP32.
     """
@@ -51,7 +73,7 @@ class Run:
     scale_format: Any
     backend: str
     rollout_tp: int
-    rotary: Rotary = field(repr=False)
+    positions: Positions = field(repr=False)
     fp8_cache: bool = False
     fp32_head: bool = False
 
@@ -86,7 +108,7 @@ def _norm_weight(size: int, config: Any, device: Any = None) -> nn.Parameter:
 class Column(ColumnParallelLinear):
     """A column-parallel FP8 layer: [T, B, K] (or this rank's tokens of it) -> BF16 [T, B, N / ranks]."""
 
-    counterpart: ClassVar[str] = "ColumnParallelLinear"
+    counterpart: ClassVar[str]
     run: ClassVar[Run]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,21 +188,13 @@ class Attention(nn.Module):
         """Heads [T, h, D] of a packed row, or of this rank's part of it -> BF16 [T, 1, h D]."""
         padded = packed_seq_params.cu_seqlens_q_padded  # each sequence has its own padding at its end
         cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
-        exchange = None if self.group is None else HeadExchange(self.group, cu_seqlens, query.shape[0])
+        cos, sin, exchange = self.run.positions.places(cu_seqlens, query, self.group)
         q, k, v = (query, key, value) if exchange is None else map(exchange.to_heads, (query, key, value))
-        begins = _begins(cu_seqlens, len(q))
-        cos, sin = (table.unsqueeze(1) for table in self.run.rotary.forward(q, torch.arange(len(q), device=q.device) - begins))
         q, k = (_rotated(heads, cos, sin) for heads in (q, k))
         attended = ops.attention_varlen(q, k, v, cu_seqlens, self.scale, self.run.fp8_cache)
         if exchange is not None:
             attended = exchange.to_tokens(attended)
         return attended.reshape(query.shape[0], 1, -1)
-
-
-def _begins(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """The first position of each token's sequence, int [T]."""
-    at = torch.arange(tokens, device=cu_seqlens.device)
-    return cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -26,37 +25,6 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact.modules import check_family
 from jetrl_patch.exact.trial import choose_ops
 from jetrl_patch.models.structure import text_config
-
-
-class ExactProvider(BackendSpecProvider):
-    """Megatron's extension point for the modules of its layers."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def column_parallel_linear(self) -> type:
-        return bound(layers.Column, self._run)
-
-    def row_parallel_linear(self) -> type:
-        return bound(layers.Row, self._run)
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        return True
-
-    def column_parallel_layer_norm_linear(self) -> type:
-        return bound(layers.NormColumn, self._run)
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return layers.Norm
-
-    def core_attention(self) -> type:
-        return bound(layers.Attention, self._run)
-
-    def activation_func(self) -> None:
-        return None
-
-    def grouped_mlp_modules(self, *_: Any) -> Any:
-        raise ModelError("exact mode has no mixtures of experts with Megatron. Use a dense model, or set strategy=fsdp2.")
 
 
 def settings(count: int) -> dict[str, Any]:
@@ -81,30 +49,28 @@ def layer_spec(
     check_family(hf_config)
     choose_ops(hf_config, config, device_type)
     backend = choose_backend(config.backend, device_type, config.scale_format)
-    rotary = layers.Rotary(text_config(hf_config))
-    run = Run(config.scale_format, backend, rollout_tp, rotary, config.kv_cache == "fp8", config.fp32_head)
-    provider = ExactProvider(run)
+    positions = layers.Positions(text_config(hf_config))
+    run = Run(config.scale_format, backend, rollout_tp, positions, config.kv_cache == "fp8", config.fp32_head)
 
     def spec(transformer_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-        layer = _layer(provider, bool(transformer_config.qk_layernorm))
+        layer = _layer(run, bool(transformer_config.qk_layernorm))
         count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=provider.layer_norm())
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=layers.Norm)
 
     return spec
 
 
-def _layer(provider: ExactProvider, qk_norms: bool) -> ModuleSpec:
-    norm = provider.layer_norm(for_qk=True) if qk_norms else IdentityOp
+def _layer(run: Run, qk_norms: bool) -> ModuleSpec:
+    column, row = bound(layers.NormColumn, run), bound(layers.Row, run)
+    norm = layers.Norm if qk_norms else IdentityOp
     attention = SelfAttentionSubmodules(
-        linear_qkv=provider.column_parallel_layer_norm_linear(),
-        core_attention=provider.core_attention(),
-        linear_proj=provider.row_parallel_linear(),
+        linear_qkv=column,
+        core_attention=bound(layers.Attention, run),
+        linear_proj=row,
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    mlp = MLPSubmodules(
-        linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()
-    )
+    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     build_mlp = getattr(layers.GatedMLP, "as_mlp_submodule", None)  # Megatron-Core 0.18 builds subclasses only by this method
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),

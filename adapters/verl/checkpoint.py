@@ -21,6 +21,10 @@ from jetrl_patch.trainer.rules import raised
 
 # ---- Record the run's settings in checkpoints, and compare them before a checkpoint is loaded ----
 
+#: why the checkpoint managers are patched, and until when
+UNRECORDED = "verl's checkpoints do not record the precision settings of their run"
+CALLBACKS = "verl's BaseCheckpointManager has callbacks in save_checkpoint and load_checkpoint for extra state such as jetrl.json"
+
 #: the engines whose checkpoint managers are patched, and so record the settings
 _RECORDED = ("fsdp", "fsdp2", "veomni", "megatron")
 #: verl's ways to resume

@@ -112,6 +112,8 @@ def build_megatron_module(original: Any, self: Any) -> Any:
     module, config = original(self), session.active_config()
     if _trains(self, config):
         prepared = prepare_exact(self, module, config) if config.exact else prepare_te(self, module, config)
+        staged = int(self.engine_config.pipeline_model_parallel_size) > 1
+        _check_layers(module, self.model_config.hf_config, staged)
         session.register(layers=prepared.layers, backend=prepared.terms.backend, attention=prepared.terms.attention)
         RECORD.set(self, prepared)
     return module
@@ -127,7 +129,6 @@ def prepare_exact(engine: Any, chunks: list[Any], config: Config) -> MegatronSou
 
     registry.parallel().finish(chunks)
     hf_config, kind = engine.model_config.hf_config, get_device_name()
-    _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
     backend = choose_backend(config.backend, kind, config.scale_format)
     source = announce(hf_config, config, backend, chosen_attention(kind))
     tokenizer, processor = (getattr(engine.model_config, name, None) for name in ("tokenizer", "processor"))
@@ -152,7 +153,6 @@ def prepare_te(engine: Any, chunks: list[Any], config: Config) -> MegatronSource
     check_recipe(recipe, config.scale_format, "Megatron's layers")
     for chunk in chunks:
         require_te_linears(chunk, megatron.PER_BLOCK * _blocks(chunk))
-    _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
     return announce(hf_config, config, "te")
 
 
@@ -238,9 +238,8 @@ def logits_processor(
         sums["entropy"] = functools.partial(tensor_parallel.vocab_parallel_entropy_with_chunking, chunk_size=size)
     elif calculate_entropy:
         sums["entropy"] = tensor_parallel.vocab_parallel_entropy
-    for name, total in sums.items():
-        found[name] = total(ban(logits, _own_columns(outside, logits.shape[-1], width, label.device)).float() / temperature)
-    return found
+    here = _own_columns(outside, logits.shape[-1], width, label.device) if sums else None
+    return found | {name: total(ban(logits, here).float() / temperature) for name, total in sums.items()}
 
 
 def _own_columns(outside: Tensor | None, columns: int, width: int, device: Any) -> Tensor:

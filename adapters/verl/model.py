@@ -66,6 +66,11 @@ def prepare(module: Any, config: Config, engine: Any) -> Prepared:
     return Prepared(**vars(source), vocabulary=vocabulary, banned=list(get_vision_placeholder_token_ids(processor)))
 
 
+#: why an engine's ``forward_backward_batch`` is patched, and until when
+QUANTIZED_AGAIN = "a GPU has no cheap way to see that a weight is unchanged: every forward and backward would quantize it again"
+FIRST_PASS = "verl's forward_backward_batch passes the layers a flag like TransformerEngine's is_first_microbatch"
+
+
 @replacement
 def forward_backward_batch(original: Any, self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
     """Wrap ``FSDPEngine.forward_backward_batch``, which runs the micro-batches of an update: FP8 layers quantize a weight once.

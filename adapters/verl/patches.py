@@ -11,7 +11,6 @@ from jetrl_patch.adapters.verl import (
     correction,
     logprob,
     lora,
-    megatron_model,
     metrics,
     model,
     old_log_probs,
@@ -25,6 +24,7 @@ from jetrl_patch.adapters.verl import (
     ulysses,
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
+from jetrl_patch.adapters.verl.megatron_patches import MEGATRON
 from jetrl_patch.adapters.verl.vision import VISION
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT, needed
@@ -33,12 +33,9 @@ from jetrl_patch.registry import Config, Journal, OnImport, Patch
 _CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
-_MEGATRON = "verl.workers.engine.megatron.transformer_impl"
-_MEGATRON_CHECKPOINT = "verl.utils.checkpoint.megatron_checkpoint_manager"
 _SEPARATION = "verl.experimental.separation.engine_workers"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _CALLS_PLUGINS = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
-_STATE = "verl's BaseCheckpointManager has callbacks in save_checkpoint and load_checkpoint for extra state such as jetrl.json"
 _VEOMNI_CALLS = "verl's VeOmniEngine._build_model_optimizer has a hook for the built model, before build_parallelize_model"
 _FIRST_BATCH = "verl's bypass_mode loss logs the log-probs' mismatch, over the first mini-batch of a step only"
 _COPIES = "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU"
@@ -149,17 +146,17 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _ENGINE, "FSDPEngine.load_checkpoint", model.compare_scales,
         reason="a checkpoint resumed with a different invariant_scale would scale the norms twice, or not at all",
-        remove_when=_STATE,
+        remove_when=checkpoint.CALLBACKS,
     ),
     Patch(
         _CHECKPOINT, "FSDPCheckpointManager.save_checkpoint", checkpoint.save_checkpoint,
-        reason="verl's checkpoints do not record the precision settings of their run",
-        remove_when=_STATE,
+        reason=checkpoint.UNRECORDED,
+        remove_when=checkpoint.CALLBACKS,
     ),
     Patch(
         _CHECKPOINT, "FSDPCheckpointManager.load_checkpoint", checkpoint.load_checkpoint,
         reason="a run could silently resume in a different precision or with different optimizer states",
-        remove_when=_STATE,
+        remove_when=checkpoint.CALLBACKS,
     ),
     Patch(
         _ENGINE, "FSDPEngine.get_per_tensor_param", sync.get_per_tensor_param,
@@ -237,8 +234,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _ENGINE, "FSDPEngine.forward_backward_batch", model.forward_backward_batch,
         when=lambda config: config.fp8_train,
-        reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
-        remove_when="verl's forward_backward_batch passes the layers a flag like TransformerEngine's is_first_microbatch",
+        reason=model.QUANTIZED_AGAIN,
+        remove_when=model.FIRST_PASS,
     ),
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.forward_step", routes.forward_step,
@@ -299,50 +296,6 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 # ---- Patches that depend on what is installed, and entries of verl's registry of policy losses ----
-
-#: applied only if Megatron is installed, because verl's engine cannot be imported without it
-MEGATRON: tuple[Patch, ...] = (
-    Patch(
-        _MEGATRON, "MegatronEngine._build_tf_config", megatron_model.build_tf_config,
-        when=lambda config: config.exact,
-        reason="verl lets the bridge choose Megatron's layers, which round elsewhere than the rollout. Critics are unchanged",
-        remove_when="verl's Megatron engine takes a transformer_layer_spec from its configuration",
-    ),
-    Patch(
-        _MEGATRON, "MegatronEngine._build_megatron_module", megatron_model.build_megatron_module,
-        reason="without the layers that the mode needs, Megatron would silently train in another format",
-        remove_when="verl's MegatronEngine._build_megatron_module has a hook for the built model",
-    ),
-    Patch(
-        _MEGATRON, "MegatronEngineWithLMHead._lm_head_logits_processor", megatron_model.logits_processor,
-        when=lambda config: config.exact,
-        reason="verl divides BF16 logits in place, ignores the tokens that it bans in vLLM, and adds each rank's exponentials",
-        remove_when="verl's _lm_head_logits_processor computes the log-softmax that vLLM's sampler computes, over the gathered "
-        "vocabulary",
-    ),
-    Patch(
-        _MEGATRON, "MegatronEngine.forward_backward_batch", megatron_model.forward_backward_batch,
-        when=lambda config: config.exact,
-        reason="a GPU has no cheap way to see that a weight is unchanged, so every forward and backward would quantize it again",
-        remove_when="verl's forward_backward_batch passes the layers a flag like TransformerEngine's is_first_microbatch",
-    ),
-    Patch(
-        _MEGATRON_CHECKPOINT, "MegatronCheckpointManager.save_checkpoint", checkpoint.save_checkpoint,
-        reason="verl's checkpoints do not record the precision settings of their run",
-        remove_when=_STATE,
-    ),
-    Patch(
-        _MEGATRON_CHECKPOINT, "MegatronCheckpointManager.load_checkpoint", checkpoint.load_megatron,
-        reason="a run could silently resume in a different precision",
-        remove_when=_STATE,
-    ),
-    Patch(
-        _MEGATRON, "MegatronEngine.get_per_tensor_param", sync.get_per_tensor_param,
-        reason="verl sends BF16 weights, which the rollout quantizes again; this sends the trainer's FP8 bytes and scales",
-        remove_when="verl's MegatronEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
-        upstream="https://github.com/verl-project/verl/pull/6045",
-    ),
-)
 
 #: applied only if VeOmni is installed, because verl's engine cannot be imported without it
 VEOMNI: tuple[Patch, ...] = (
