@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.counted.__main__ import moved
-from benchmarks.shapes import PUBLISHED, RANKS, Linear, Model, Peaks, gemm_seconds
+from benchmarks.shapes import MODELS, PUBLISHED, RANKS, Linear, Model, Peaks, gemm_seconds
 from jetrl_patch.kernels.formats import BLOCK
 
 # ---- Assumptions: a measurement replaces its part ---------------------------------------------------
@@ -77,10 +77,16 @@ class Net(NamedTuple):
         return (size for size in RANKS if self.block.kv_heads % size == 0 == self.block.intermediate % (size * block))
 
 
+#: a model of 8B, whose parts `make hopper` measures, one of 32B and one of 70B
+EIGHT = Net(MODELS[1], 36, 151936)
+MEDIUM = Net(Model("Qwen3-32B", 5120, 25600, 64, 8), 64, 151936, nodes=4)
+LARGE = Net(Model("Llama-3.1-70B", 8192, 28672, 64, 8), 80, 128256, nodes=8)
 NETS = (
-    Net(Model("Qwen3-8B", 4096, 12288, 32, 8), 36, 151936),
-    Net(Model("Qwen3-32B", 5120, 25600, 64, 8), 64, 151936, nodes=4),
-    Net(Model("Llama-3.1-70B", 8192, 28672, 64, 8), 80, 128256, nodes=8),
+    Net(MODELS[0], 28, 152064),
+    EIGHT,
+    Net(MODELS[2], 32, 128256),
+    MEDIUM,
+    LARGE,
     Net(Model("Qwen3-30B-A3B", 2048, 768, 32, 4), 48, 151936, nodes=2, experts=128, active=8),
 )
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.cost import FP8_CACHE, NETS, WAYS, Gpu, one_token
+from benchmarks.cost import EIGHT, FP8_CACHE, WAYS, Gpu, one_token
 from benchmarks.hopper import kernels, plan, training
 from benchmarks.hopper.plan import find
 from benchmarks.hopper.record import load, rows_of
-from benchmarks.shapes import MODELS, gemm_seconds
+from benchmarks.shapes import gemm_seconds
 from scripts.tables import Row
 
-#: an 8B shape, of which all parts are measured
-MODEL, NET = MODELS[1], NETS[0]
+MODEL, NET = EIGHT.block, EIGHT
 M = 16384
 #: bytes per element that quantization moves in a linear layer alone: an input is read and written for FProp (2 + 1), and its
 #: saved copy for WGrad (1 + 1); a gradient is read once and written in two layouts (2 + 2)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost import FP8_CACHE, H100, NETS, WAYS, Gpu, Load, Net, Way, step
+from benchmarks.cost import EIGHT, FP8_CACHE, H100, LARGE, MEDIUM, NETS, WAYS, Gpu, Load, Net, Way, step
 from benchmarks.counted.__main__ import moved
 from benchmarks.measured import measured
 from scripts.tables import Row, filled, markdown
@@ -69,7 +69,8 @@ def worse(gpu: Gpu) -> Iterator[Row]:
 
     def row(what: str, parts: dict[str, float]) -> Row:
         found = gpu.with_parts(parts)
-        return {"at 16k tokens": what, **{net.block.name: f"{gain(net, EXACT, LOADS[1], found):.2f}" for net in NETS[:3]}}
+        gains = {net.block.name: f"{gain(net, EXACT, LOADS[1], found):.2f}" for net in (EIGHT, MEDIUM, LARGE)}
+        return {"at 16k tokens": what, **gains}
 
     def said(name: str, value: float) -> str:
         title, unit = NAMED[name]
@@ -84,16 +85,16 @@ def worse(gpu: Gpu) -> Iterator[Row]:
 
 def known(gpu: Gpu) -> Iterator[Row]:
     """Published ratios beside those of the model."""
-    eight, big, cached = NETS[0], NETS[1], LINEAR._replace(cached=FP8_CACHE)
+    cached = LINEAR._replace(cached=FP8_CACHE)
     jet, nemo = "[Jet-RL](https://arxiv.org/abs/2601.14243)", "[NeMo-RL]({})".format(
         "https://developer.nvidia.com/blog/run-high-throughput-reinforcement-learning-training-with-end-to-end-fp8-precision/"
     )
     rows = (
-        ("whole step, 8B, `linear`", jet, gain(eight, LINEAR, LOADS[0], gpu), "1.16"),
-        ("training, 8B, `linear`", jet, gain(eight, LINEAR, LOADS[0], gpu, "update"), "up to 1.41"),
-        ("rollout, 32B", jet, gain(big, LINEAR, LOADS[0], gpu, "rollout"), "up to 1.33"),
-        ("whole step, 8B, `linear`", nemo, gain(eight, LINEAR, LOADS[0], gpu), "1.15 to 1.25"),
-        ("rollout, 8B, `linear` with an FP8 KV cache", nemo, gain(eight, cached, LOADS[0], gpu, "rollout"), "about 1.48"),
+        ("whole step, 8B, `linear`", jet, gain(EIGHT, LINEAR, LOADS[0], gpu), "1.16"),
+        ("training, 8B, `linear`", jet, gain(EIGHT, LINEAR, LOADS[0], gpu, "update"), "up to 1.41"),
+        ("rollout, 32B", jet, gain(MEDIUM, LINEAR, LOADS[0], gpu, "rollout"), "up to 1.33"),
+        ("whole step, 8B, `linear`", nemo, gain(EIGHT, LINEAR, LOADS[0], gpu), "1.15 to 1.25"),
+        ("rollout, 8B, `linear` with an FP8 KV cache", nemo, gain(EIGHT, cached, LOADS[0], gpu, "rollout"), "about 1.48"),
     )
     for what, who, ours, theirs in rows:
         error = ours / float(theirs.split()[-1]) - 1
@@ -112,7 +113,7 @@ def page(records: Path = RECORDS) -> str:
         for name, (title, unit) in NAMED.items()
     ]  # fmt: skip
     for mode in (BF16.block, LINEAR.block, EXACT.block):
-        bytes_of = " and ".join(f"{size / NETS[0].block.hidden:.0f}" for size in moved(NETS[0].block, mode))
+        bytes_of = " and ".join(f"{size / EIGHT.block.hidden:.0f}" for size in moved(EIGHT.block, mode))
         what = f"other launches of a layer of Qwen3-8B, bytes per token and hidden element, forward and backward: {mode}"
         parts.append({"part": what, "value": bytes_of, "source": "[counted](benchmarks/counted.md)"})
     texts = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from jetrl_patch.patching.identity import identity
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import ImportHook, OnImport, Patch, apply_on_import, apply_patch, require_target, watch
 from jetrl_patch.snapshot import PatchStatus, Status
+
+logger = logging.getLogger(__name__)
 
 # ---- The active settings of this process, and what a run notes for ``status()`` -------------------
 
@@ -138,11 +141,7 @@ class Session:
         except JetrlError as second:
             if error is None:
                 raise
-            text = f"while undoing: {second}"
-            if hasattr(error, "add_note"):
-                error.add_note(text)
-            else:  # Python 3.10
-                error.args = (f"{error} ({text})",)
+            error.add_note(f"while undoing: {second}")
         finally:
             if not self.journal.records:  # a conflict in ``disable()`` leaves all of them in place, and the session with them
                 _end(error)
@@ -211,8 +210,13 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     ``enable()`` imports no framework. A patch of a framework that is not imported yet is applied right after the import;
     if it fails, the import fails and all patches are undone. The settings are exported to ``os.environ`` for child
     processes. A second call with the same settings does nothing.
+
+    ``JETRL_ENABLED=0`` in the environment is an off switch: nothing is checked or changed, and a warning says so.
     """
     global _session, _starting, _failure
+    if environment.switched_off():
+        logger.warning("jetrl_patch: %s=0 in the environment, so enable() changes nothing", environment.SWITCH)
+        return status()
     environment.check_names()
     asked = _asked(config, overrides)
     wanted = asked.resolved()

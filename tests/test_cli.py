@@ -21,7 +21,7 @@ def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     text = CliRunner().invoke(app, ["doctor", "--status"])
     assert text.exit_code == 0
     assert all(name in text.output for name in SUPPORTED)
-    assert "asks for nothing" in text.output
+    assert "off: no JETRL_PRECISION in the environment" in text.output
     monkeypatch.setenv("JETRL_PRECISION", "bf16")
     result = json.loads(CliRunner().invoke(app, ["doctor", "--status", "--json"]).output)
     assert result["config"]["precision"] == "bf16"
@@ -30,8 +30,22 @@ def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     repairs = [patch for patch in result["patches"] if patch["fixes"]]
     assert repairs and all(patch["needed_by"] for patch in repairs) and len(repairs) < len(result["patches"])
     text = CliRunner().invoke(app, ["doctor", "--status"])
-    assert f"fixes for bugs of other projects among them (upstream_fixes=False): {len(repairs)}\n" in text.output
-    assert all(f"{patch['target']}  {patch['upstream']}\n" in text.output for patch in repairs)
+    assert f"{len(repairs)} of them fix bugs of other projects" in text.output
+
+
+def test_status_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(**environ: str) -> list[str]:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        result = CliRunner().invoke(app, ["status"])
+        assert result.exit_code == 0
+        return result.output.splitlines()
+
+    first, second, third = said()
+    assert first.startswith(f"jetrl_patch {identity()}, Python ") and third == "off: no JETRL_PRECISION in the environment"
+    assert second.startswith("ok: torch ") and all(name in second for name in SUPPORTED)
+    assert said(JETRL_PRECISION="fp8-unified", JETRL_KV_CACHE="fp8")[2] == "on: precision fp8-unified, align exact, kv_cache fp8"
+    assert said(JETRL_ENABLED="0")[2] == "off: JETRL_ENABLED=0 in the environment"
 
 
 def test_the_version_is_the_package_s() -> None:
@@ -41,9 +55,10 @@ def test_the_version_is_the_package_s() -> None:
 
 def test_status_fails_where_a_version_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "installed_version", lambda _: "0.0.1")
-    result = CliRunner().invoke(app, ["doctor", "--status"])
-    assert result.exit_code == 1
-    assert "unsupported" in result.output
+    for command in (["doctor", "--status"], ["status"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1
+        assert "unsupported" in result.output
 
 
 def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

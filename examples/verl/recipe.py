@@ -45,6 +45,8 @@ class Recipe(CommonRecipe):
         config = arm.config(self.device).replace(measure_routes=self.measure_routes, backend=self.backend)
         env = environment(self, temporary) | config.to_env()
         env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
+        if self.device == "cpu":
+            env["TQ_NUM_THREADS"] = "1"  # by default the TransferQueue wants 8, and each call warns if there are fewer cores
         return Launch(command, env, Follower(metrics, step_of), MILESTONES, lambda: answers(said))
 
 
@@ -87,7 +89,8 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Pa
         f"{rollout}.max_model_len={length}",
         f"{rollout}.max_num_batched_tokens={max(2048, length)}",
         f"{rollout}.max_num_seqs={min(sequences, 256)}",
-        "trainer.use_v1=False",
+        f"trainer.v1.sampler.custom_sampler.path={Path(__file__).with_name('sampler.py')}",
+        "trainer.v1.sampler.custom_sampler.name=PromptSampler",
         'trainer.logger=["console","file"]',
         f"trainer.total_training_steps={recipe.steps}",
         "trainer.total_epochs=1000",
@@ -138,20 +141,22 @@ def answers(folder: Path, shown: int = 6) -> dict[str, Any]:
     """Held-out questions with the model's answers at the first and the last validation, and how many answers changed.
 
     The first are up to three questions that became right, two that became wrong and one that stayed wrong. Reads verl's
-    ``<step>.jsonl``, one question per line. Empty if there are fewer than two validations.
+    ``<step>.jsonl``, one question per line, in an order of each file's own. Empty if there are fewer than two validations.
     """
     steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(steps) < 2:
         return {}
     first, last = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (steps[0], steps[-1])
+        {row["input"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+        for path in (steps[0], steps[-1])
     )
     kinds: dict[tuple[bool, bool], list[dict[str, Any]]] = defaultdict(list)  # (right before, right after) -> answers
-    for before, after in zip(first, last, strict=True):
+    for asked in sorted(first):
+        before, after = first[asked], last[asked]
         right = before["score"] == 1.0, after["score"] == 1.0
         kinds[right].append(
             {
-                "question": before["input"].rpartition("user\n")[2].partition("\n")[0],  # a system message may come before it
+                "question": asked.rpartition("user\n")[2].partition("\n")[0],  # a system message may come before it
                 "before": before["output"],
                 "before_right": right[0],
                 "after": after["output"],

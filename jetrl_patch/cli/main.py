@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from jetrl_patch import registry
-from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli import run as launch
-from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.config import SETTINGS, environment
 from jetrl_patch.config.arguments import FLAG, options
 from jetrl_patch.config.following import ANOTHER
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.native.machine import check_framework, check_python, require_torch
+from jetrl_patch.native.machine import require_torch
 from jetrl_patch.patching.discovery import offered
-from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.patching.identity import identity
 from jetrl_patch.progress import Display
-
-if TYPE_CHECKING:
-    from jetrl_patch.snapshot import PatchStatus
 
 app = typer.Typer(
     name="jetrl",
     help="Train language models with RL in FP8, with bit-equal log-probs in rollout and trainer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -71,6 +64,14 @@ for _name, _program in registry.programs().items():
     _add_launcher(_name, f"Run {_program}: jetrl {_name} --fp8-unified ARGS...")
 
 
+@app.command()
+def status() -> None:
+    """Print versions and what the environment asks for, in three lines. Exit status 1 if a version is unsupported."""
+    from jetrl_patch.cli.status import brief
+
+    raise typer.Exit(brief())
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def doctor(
     command: Annotated[list[str] | None, typer.Argument(help="a complete launch command; put -- before it")] = None,
@@ -95,7 +96,9 @@ def doctor(
     version is unsupported.
     """
     if versions:
-        raise typer.Exit(_status(as_json))
+        from jetrl_patch.cli.status import full
+
+        raise typer.Exit(full(as_json))
     from jetrl_patch.cli.doctor.examine import examine, show
     from jetrl_patch.cli.doctor.follow import follow, starts_training
 
@@ -125,6 +128,7 @@ def report(
     title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
     follow: Annotated[bool, typer.Option("--watch", help="rewrite the page while the runs continue, until Ctrl-C")] = False,
     every: Annotated[int, typer.Option(min=1, help="seconds between updates with --watch")] = 10,
+    prometheus: Annotated[Path | None, typer.Option(help="also write the newest metrics to this file for node_exporter")] = None,
 ) -> None:
     """Compare runs: one self-contained HTML page, PNG charts, summary.json, and a table in the terminal.
 
@@ -139,9 +143,9 @@ def report(
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # do not wrap output to a file or a pipe
     if follow:
-        watch(runs, out, title, every, console, Console(stderr=True))
+        watch(runs, out, title, every, console, Console(stderr=True), prometheus=prometheus)
     else:
-        command(runs, out, title, console, Console(stderr=True))
+        command(runs, out, title, console, Console(stderr=True), prometheus)
 
 
 @app.command()
@@ -165,50 +169,12 @@ def export(
     command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True), display)
 
 
-def _status(as_json: bool) -> int:
-    """Print what is supported and installed, and what the environment asks for. Returns 1 if a version is unsupported."""
-    frameworks = {}
-    for name, (required, tested) in SUPPORTED.items():
-        found, state = "-", "not installed"
-        if is_installed(name):
-            found, state = installed_version(name) or "unknown", "ok" if check_framework(name)[0] else "unsupported"
-        frameworks[name] = {"required": required, "tested": tested, "found": found, "state": state}
-    environment.check_names()
-    config = Config.from_env() if environment.opted_in() else None
-    finding = ""
-    planned: list[PatchStatus] = []
-    if config is not None:
-        from jetrl_patch.cli.doctor.checks import check_patches
-
-        check, planned = check_patches(config)
-        finding = check.finding
-    if as_json:
-        asked = None if config is None else dataclasses.asdict(config)
-        patches = [dataclasses.asdict(patch) for patch in planned]
-        print(json.dumps({"version": identity(), "frameworks": frameworks, "config": asked, "patches": patches}))
-    else:
-        print(f"jetrl_patch {identity()}, Python {check_python()[1]}\n")
-        print(f"{'framework':14}{'required':16}{'tested':10}{'installed':14}")
-        for name, row in frameworks.items():
-            print(f"{name:14}{row['required']:16}{row['tested']:10}{row['found']:14}{row['state']}")
-        text = "asks for nothing (JETRL_ENABLED is not set)" if config is None else f"asks for {config}"
-        print(f"\nthe environment {text}")
-        if config is not None:
-            print(f"patches: {finding}")
-            fixes = [patch for patch in planned if patch.fixes]
-            print(f"fixes for bugs of other projects among them (upstream_fixes={config.fixes_upstream}): {len(fixes)}")
-            for patch in fixes:
-                print(f"  {patch.fixes:11}{patch.target}  {patch.upstream}")
-    return 1 if any(row["state"] == "unsupported" for row in frameworks.values()) else 0
-
-
 def main() -> None:
     """Run the console script. A JetrlError is printed on one line of stderr, with exit status 2."""
     if sys.argv[1:2] and sys.argv[1] in ("run", *registry.programs()):
         # bypass click, which would drop a lone `--` and catch the program's KeyboardInterrupt
         launch.main(sys.argv[1], sys.argv[2:])
         return
-    from jetrl_patch.config import environment
 
     try:
         offered()  # without them the frameworks' commands are missing, which has a better reason than "no such command"

@@ -143,7 +143,6 @@ def usage() -> str:
     """The text that ``jetrl run --help`` prints."""
     programs = registry.programs()
     lines = [f"{f'jetrl {name} [OPTIONS] ARGS...':37} the same as: jetrl run -m {module}" for name, module in programs.items()]
-    short = " or ".join(f"`jetrl {name}`" for name in programs)
     also = "\n       ".join(lines)
     return f"""\
 usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT | COMMAND) ARGS...
@@ -153,7 +152,7 @@ Run a program, a shell script or any other command with the plugin enabled in al
 unpatched.
 
 {_options()}
-  -h, --help                   show this text (after {short}: the program's help)
+  -h, --help                   show this text; the program's own: python -m MODULE --help
 
 settings to decide on first:
 {_settings()}

@@ -127,10 +127,10 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
                 at, value = at + 1, words[at + 1]
             settings.take(option, value)
             at += 1
-        elif stop_at_unknown or word == "-m":
-            break
         elif word in ("-h", "--help"):
             return None
+        elif stop_at_unknown or word == "-m":
+            break
         elif word == "--":
             return at + 1
         else:

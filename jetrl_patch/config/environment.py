@@ -30,7 +30,7 @@ MACHINE = {
 }
 #: every variable with its meaning; any other name that starts with ``JETRL_`` is treated as a typo
 VARIABLES = {
-    SWITCH: "1: patch this process and its children; 0: patch nothing, whatever other variables say",
+    SWITCH: "1: patch this process and its children; 0: patch nothing, whatever other variables and scripts say",
     **{found.variable: f"Config.{name}{found.note}" for name, found in SETTINGS.items()},
     **MACHINE,
 }

@@ -16,6 +16,7 @@ from jetrl_patch.config.formats import FORMATS, POW2
 from jetrl_patch.config.modes import MODES, Precision
 from jetrl_patch.errors import ConfigError, ModelError, explain, reading
 from jetrl_patch.measure.pictures import Picture, check_images
+from jetrl_patch.models.hub import how_to_download, is_hub_id
 from jetrl_patch.models.structure import check_structure
 
 if TYPE_CHECKING:
@@ -307,7 +308,9 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> bool:
 
     file = Path(path) / "config.json"
     if not file.is_file():
-        fix = "give the path of a local model; nothing is downloaded"
+        fix = "give the folder of a model"
+        if is_hub_id(path) and not Path(path).exists():
+            fix = f"run {how_to_download(path)} and give that folder"
         raise refuse("the directory of a Hugging Face checkpoint", f"no {file.name} in it", fix)
     try:
         with reading(file):

@@ -11,6 +11,7 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
+from jetrl_patch.models.hub import local_folder
 from jetrl_patch.models.structure import (
     UNQUANTIZED_WEIGHTS,
     check_code,
@@ -19,36 +20,6 @@ from jetrl_patch.models.structure import (
     is_vision_language,
 )
 from jetrl_patch.trainer.rules import raised
-
-# ---- Find a model on this machine ----------------------------------------------------------------
-
-def local_folder(path: Any) -> str:
-    """The folder of a model: the path itself, or the snapshot of a hub id in the local cache; empty without either."""
-    folder = os.path.expanduser(str(path or ""))
-    if os.path.isdir(folder):
-        return folder
-    return _cached(folder) if is_hub_id(folder) else ""
-
-
-def is_hub_id(path: str) -> bool:
-    """Whether a path can be a model on a hub: ``name`` or ``owner/name``."""
-    return bool(path) and path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and "://" not in path
-
-
-def _cached(name: str) -> str:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        return ""
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return ""
-    return os.path.dirname(found) if isinstance(found, str) else ""
-
-
-# ---- Check a model's config.json -----------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +96,7 @@ def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -
     split = _split(path, config, rollout_tp, rollout_ep) if config.fp8_rollout else None
     if split is not None:
         model, quantized, _ = split
-        logger.warning("jetrl_patch: %s", share_of(model, quantized))
+        logger.info("jetrl_patch: %s", share_of(model, quantized))
 
 
 def built(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tuple[Any, list[str], list[str]] | None:

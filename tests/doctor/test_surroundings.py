@@ -12,8 +12,8 @@ from jetrl_patch.adapters import cpu
 from jetrl_patch.cli.doctor import launch
 from jetrl_patch.cli.doctor.launch import check_command
 from jetrl_patch.config import Config
+from jetrl_patch.models import hub
 from jetrl_patch.native import machine
-from jetrl_patch.trainer import preflight
 from jetrl_patch.trainer.rules import Check, Report
 from tests.doctor.judged import furnish, judge, openrlhf, verl
 from tests.models import config_of
@@ -143,7 +143,7 @@ def test_a_model_folder_that_is_not_complete(place: Path, tmp_path: Path, gone: 
 
 def test_a_model_in_the_cache_is_checked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its family and split are checked like a folder's, also by the driver."""
-    monkeypatch.setattr(preflight, "_cached", lambda name: str(place) if name == "org/name" else "")
+    monkeypatch.setattr(hub, "_cached", lambda name: str(place) if name == "org/name" else "")
     extra = (f"{MODEL}.path=org/name", f"{ROLLOUT}.tensor_model_parallel_size=4")
     found = only(judge("verl", verl(place, *extra), Config()))
     assert found[0] == "verl setting" and "cuts a block of 128" in found[2]

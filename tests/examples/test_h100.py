@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cost import H100, NETS, WAYS, step
+from benchmarks.scaling import LOADS
 from examples.openrlhf.h100.reward import reward_func
 from jetrl_patch import registry
 from jetrl_patch.cli.doctor import examine, launch
@@ -24,16 +27,20 @@ LENGTHS = {"8k": 8192, "16k": 16384}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config.json of both models, with empty weights."""
-    from transformers import LlamaConfig, Qwen3Config
+    """The config.json of each model, with empty weights."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     folder = tmp_path_factory.mktemp("models")
     shared: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     qwen = Qwen3Config(**shared, vocab_size=151936, intermediate_size=12288, num_hidden_layers=36)
     llama = LlamaConfig(**shared, vocab_size=128256, intermediate_size=14336, num_hidden_layers=32)
-    qwen.architectures, llama.architectures = ["Qwen3ForCausalLM"], ["LlamaForCausalLM"]
-    qwen.save_pretrained(folder / "qwen3_8b")
-    llama.save_pretrained(folder / "llama3_1_8b")
+    small = Qwen2Config(
+        hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, intermediate_size=18944,
+        num_hidden_layers=28,
+    )  # fmt: skip
+    for config, name in ((small, "qwen2_5_7b"), (qwen, "qwen3_8b"), (llama, "llama3_1_8b")):
+        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+        config.save_pretrained(folder / name)
     for model in folder.iterdir():
         for name in ("model.safetensors", "tokenizer.json"):  # a checkpoint that looks complete
             (model / name).touch()
@@ -58,7 +65,7 @@ def states(report: Any) -> dict[str, str]:
 
 
 def test_every_model_and_length_is_there_for_both_frameworks() -> None:
-    names = {f"{model}_{length}" for model in ("qwen3_8b", "llama3_1_8b") for length in LENGTHS}
+    names = {f"{model}_{length}" for model in ("qwen2_5_7b", "qwen3_8b", "llama3_1_8b") for length in LENGTHS}
     for framework in ("verl", "openrlhf"):
         assert {script.stem for script in SCRIPTS if script.parts[-3] == framework} == names
     for script in (*SCRIPTS, *EXAMPLES.glob("*/h100/common.sh")):
@@ -100,6 +107,18 @@ def test_a_run_would_start(script: Path, models: Path) -> None:
         assert args.rollout.max_new_tokens == length and args.data.max_len == length + 1024
         assert args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size == 8
         assert args.data.prompt_dataset == ",".join(f"/home/user/data/{folder}/train.jsonl" for folder in ("gsm8k", "math"))
+
+
+def test_the_tensor_parallelism_is_the_estimates(models: Path) -> None:
+    """That of exact mode, the scripts' default, for each model and length."""
+    nets = {re.sub(r"\W", "", net.block.name.lower()): net for net in NETS}
+    (exact,) = (way for way in WAYS if way.name == "exact")
+    for script in SCRIPTS:
+        model, length = script.stem.rsplit("_", 1)
+        load = next(load for load in LOADS if load.longest == LENGTHS[length])
+        words = " ".join(command(script, models))
+        (tp,) = re.findall(r"(?:tensor_model_parallel_size=|--vllm.tensor_parallel_size )(\d)", words)
+        assert int(tp) == step(nets[model.replace("_", "")], exact, load, H100).tp, script
 
 
 def _verl_accepts(config: Any) -> None:

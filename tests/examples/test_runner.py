@@ -239,11 +239,11 @@ def test_answers_that_changed_come_first(tmp_path: Path, system: str) -> None:
             }
             for n, kind in enumerate(kinds)
         ]
-        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[step:] + lines[:step]))
     found = answers(tmp_path)
     assert found["answers_changed"] == {"questions": 16, "became_right": 4, "became_wrong": 3}
     assert [(a["question"], a["before_right"], a["after_right"]) for a in found["answers"]] == [
-        *((f"question {n}?", False, True) for n in (9, 10, 11)),
+        *((f"question {n}?", False, True) for n in (10, 11, 12)),
         *((f"question {n}?", True, False) for n in (13, 14)),
         ("question 5?", False, False),
     ]
@@ -343,7 +343,7 @@ def test_verl_accepts_every_override(tmp_path: Path, device: Any) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(config), *given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"{Recipe().prompts} {Recipe().samples} False ['console', 'file']"
+    assert done.stdout.strip() == f"{Recipe().prompts} {Recipe().samples} True ['console', 'file']"
 
 
 def test_the_start_says_what_to_expect_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:

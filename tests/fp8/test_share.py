@@ -46,6 +46,7 @@ def test_excluded_layers_and_tied_embeddings_are_not_counted():
 
 def test_a_run_says_it_once_at_its_start(tmp_path, caplog):
     config_of("glm4_moe", num_hidden_layers=2).save_pretrained(tmp_path)
+    caplog.set_level("INFO", "jetrl_patch.trainer.preflight")
     for config in (Config(precision="int8-rollout"), Config(precision="bf16")):
         say_share(tmp_path, config.resolved(), 1)
     say_share("somebody/remote", Config(precision="fp8-unified").resolved(), 1)

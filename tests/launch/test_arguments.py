@@ -73,7 +73,8 @@ def test_the_short_forms_are_the_long_ones(words):
     for command, module in registry.programs().items():
         head = ["--precision", "fp8-unified", "--set=exclude=a,b"]
         assert parsed(command, [*head, first, *words]) == parsed("run", [*head, "-m", module, first, *words])
-    assert split("verl", ["--help"]).arguments == ("--help",)
+    assert split("verl", ["--help"]).help and split("verl", ["--precision", "bf16", "-h"]).help
+    assert split("verl", ["trainer.n=1", "--help"]).arguments == ("trainer.n=1", "--help")
     assert split("openrlhf", ["--actor.num_nodes", "1"]).arguments == ("--actor.num_nodes", "1")
 
 
@@ -167,7 +168,7 @@ def test_options_of_the_programs_are_not_taken_for_ours():
     from hydra._internal.utils import get_args_parser
 
     theirs = [name for action in get_args_parser()._actions for name in action.option_strings]
-    assert split("verl", theirs).arguments == tuple(theirs)
+    assert split("verl", ["a=1", *theirs]).arguments == ("a=1", *theirs)
     flags = re.findall(r'"(--[\w.]+)"', file_of("openrlhf", "cli", "train_ppo_ray.py").read_text())
     assert len(flags) > 100 and split("openrlhf", flags).arguments == tuple(flags)
     assert split("run", ["x.py", "--align", "left", "--set=1"]).arguments == ("--align", "left", "--set=1")

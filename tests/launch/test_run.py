@@ -197,8 +197,9 @@ def test_a_shell_script_runs_as_it_is(folder, command):
     assert b"so nothing is patched" in done.stderr
 
 
-def test_help_is_ours_for_run(folder):
-    done = start(folder, ["--help"])
+@pytest.mark.parametrize("words", [["--help"], ["--fp8-unified", "-h"]])
+def test_help_before_the_program_is_ours(folder, words):
+    done = start(folder, words)
     assert done.returncode == 0 and done.stdout.startswith(b"usage: jetrl run")
 
 

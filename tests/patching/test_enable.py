@@ -32,6 +32,17 @@ def test_opting_in_by_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch)
     assert session.activate_from_env() is False
 
 
+def test_the_off_switch_is_stronger_than_a_script(
+    use: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = Fake(ALL)
+    use(adapter)
+    monkeypatch.setenv(env.SWITCH, "0")
+    assert not session.enable(precision="fp8-unified").enabled
+    assert not session.is_active() and adapter.calls == []
+    assert caplog.messages == ["jetrl_patch: JETRL_ENABLED=0 in the environment, so enable() changes nothing"]
+
+
 def test_enable_starts_from_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(Fake(ALL))
     monkeypatch.setenv("JETRL_SCALE_FORMAT", "fp32")

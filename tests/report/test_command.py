@@ -151,3 +151,22 @@ def test_watching_waits_for_a_run_follows_it_and_ends_with_the_finished_page(tmp
     assert 'id="live"' not in page.read_text()
     assert (tmp_path / "out" / "learning.png").exists()
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_the_newest_metrics_for_prometheus(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    exact, usual = write_run(tmp_path / "exact.jsonl", 0.0), write_run(tmp_path / "usual.jsonl", 1e-3, steps=4)
+    file = tmp_path / "jetrl.prom"
+    done = report(exact, f"a run={usual}", "--out", tmp_path / "out", "--prometheus", file)
+    assert done.exit_code == 0, done.output
+    found = {
+        (sample.name, sample.labels["run"]): sample.value
+        for family in text_string_to_metric_families(file.read_text())
+        for sample in family.samples
+    }
+    assert found["jetrl_step", "exact"] == 5 and found["jetrl_step", "a run"] == 3
+    assert found["jetrl_logp_abs_diff_mean", "exact"] == 0 and found["jetrl_logp_abs_diff_mean", "a run"] == 4e-3
+    assert found["jetrl_scale_model_layers_0_q_proj_saturation", "exact"] == 5e-3
+    refused = report(exact, "--out", tmp_path / "out", "--prometheus", tmp_path / "missing" / "jetrl.prom")
+    assert refused.exit_code != 0

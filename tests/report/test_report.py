@@ -110,6 +110,19 @@ def test_everything_is_written_and_the_page_stands_alone(folder: Path) -> None:
     assert not re.findall(r"\$[a-z]", page)  # no placeholder is left
 
 
+def test_what_never_changes_between_rollout_and_trainer_is_a_line_and_no_chart(tmp_path: Path, folder: Path) -> None:
+    exact = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "exact" in line]
+    (tmp_path / "exact").mkdir()
+    (tmp_path / "exact" / "metrics.jsonl").write_text("\n".join(exact))
+    write_report(tmp_path / "exact")
+    write_report(folder)
+    alone, beside = ((place / "report.html").read_text() for place in (tmp_path / "exact", folder))
+    assert 'id="chart-mismatch-mean"' in beside and 'id="chart-bit-equal"' in beside
+    assert 'id="chart-mismatch-mean"' not in alone and 'id="chart-bit-equal"' not in alone
+    assert re.search(r"<dt>Mean .Δ log-prob.</dt><dd [^>]*>0</dd>", alone)
+    assert re.search(r"<dt>Bit-equal tokens</dt><dd [^>]*>100%</dd>", alone)
+
+
 @pytest.mark.parametrize("width", [66, 80, 120, 170])
 def test_the_table_fits_its_terminal(folder: Path, width: int) -> None:
     summaries = [summarize(run) for run in read_runs(folder / "metrics.jsonl")]

@@ -24,7 +24,7 @@ REWARD=${REWARD:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/reward.py}
 RUN=$NAME-${PRECISION:-fp8-unified${ALIGN:+-$ALIGN}}
 OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
-TP=${TP:-1}
+TP=${TP:-2}  # the best of the estimates in docs/scaling.md
 LENGTH=$((1024 + RESPONSE))
 
 mode=(--fp8-unified --set decode_graphs=true)

@@ -20,7 +20,7 @@ DATA=${DATA:-$HOME/data}
 RUN=$NAME-${PRECISION:-fp8-unified${ALIGN:+-$ALIGN}}
 OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
-TP=${TP:-1}
+TP=${TP:-2}  # the best of the estimates in docs/scaling.md
 PROMPT=1024
 LENGTH=$((PROMPT + RESPONSE))
 

@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from jetrl_patch import registry
 from jetrl_patch._versions import SUPPORTED
@@ -20,6 +18,7 @@ from jetrl_patch.cli.doctor.checks import check_patches, check_versions
 from jetrl_patch.cli.doctor.launch import Started, check_command, check_launch, check_settings, recognise, usable
 from jetrl_patch.cli.doctor.saves import check_saves
 from jetrl_patch.cli.run import program_problem
+from jetrl_patch.cli.status import table
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.native.machine import check_torch
@@ -42,7 +41,7 @@ _CHANGES = ("patches", " changes")
 def show(report: Report, console: Console | None = None) -> None:
     """Print the checks, what to do about them, what a run would change, and the verdict."""
     console = console or Console()
-    table = _table("check", "", "finding")
+    findings = table("check", "", "finding")
     # a command that nothing switches on changes nothing
     enabled = all(check.state == "ok" for check in report.checks if check.name == "switched on")
     rows = [
@@ -53,11 +52,11 @@ def show(report: Report, console: Console | None = None) -> None:
         for state, check in sorted((row for row in rows if row[0] in part), key=lambda row: part.index(row[0])):
             finding = _patches(report) if check.name == "patches" and state == "change" else check.finding
             to_do = f"\n[bold]→[/] {escape(check.to_do)}" if check.to_do else ""
-            table.add_row(check.name, f"[{_STYLES[state]}]{state}[/]", escape(finding) + to_do)
-        table.add_section()
-    console.print(table)
+            findings.add_row(check.name, f"[{_STYLES[state]}]{state}[/]", escape(finding) + to_do)
+        findings.add_section()
+    console.print(findings)
     if report.memory:
-        estimate = _table("side", "what", "", "from", title="memory on each rank, an estimate")
+        estimate = table("side", "what", "", "from", title="memory on each rank, an estimate")
         estimate.columns[2].justify = "right"
         for row in report.memory:
             estimate.add_row(row.side, row.what, "?" if row.bytes is None else memory.size(row.bytes), escape(row.how))
@@ -65,15 +64,6 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(f"[dim]{memory.NOT_COUNTED}[/]")
     color = {True: "green", False: "red", None: "magenta"}[report.starts]
     console.print(f"[bold {color}]{report.verdict}[/]")
-
-
-def _table(*columns: str, title: str | None = None) -> Table:
-    """A table in which only the last column wraps."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for column in columns[:-1]:
-        table.add_column(column, no_wrap=True)
-    table.add_column(columns[-1], overflow="fold")
-    return table
 
 
 def _patches(report: Report) -> str:

@@ -20,8 +20,8 @@ from jetrl_patch.config import Config, environment
 from jetrl_patch.config.arguments import split
 from jetrl_patch.config.launches import Needs, Place
 from jetrl_patch.errors import ConfigError, JetrlError
+from jetrl_patch.models.hub import how_to_download, is_hub_id, local_folder
 from jetrl_patch.native import machine
-from jetrl_patch.trainer.preflight import is_hub_id, local_folder
 from jetrl_patch.trainer.rules import Check, from_error, raised
 
 # ---- Which of the plugin's settings are valid, and an error for each of the others ----------------
@@ -179,11 +179,12 @@ def _model(place: Place, framework: str) -> Check:
         if not any(next(Path(folder).glob(pattern), None) for pattern in _WEIGHTS):
             return _missing("model", place, f"no weights ({', '.join(_WEIGHTS[:2])}) in {folder}", "give a complete checkpoint")
         return Check("model", "ok", path if folder == path else f"{path}, in the cache: {folder}")
-    download = f"download it and set {setting} to its folder"
     if "://" in path:
-        return Check("model", "unknown", f"{path} was not opened, so its family and its split were not checked", download)
+        finding = f"{path} was not opened, so its family and its split were not checked"
+        return Check("model", "unknown", finding, f"download it and set {setting} to its folder")
     if not is_hub_id(path):
         return _missing("model", place, "no such folder", f"check {setting}")
+    download = f"{how_to_download(path)}, and set {setting} to that folder"
     if os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on"):
         return _missing("model", place, "neither a folder nor in the cache, and HF_HUB_OFFLINE forbids downloads", download)
     finding = f"{path!r} is neither a folder nor in the cache, so the model's family and its split were not checked"

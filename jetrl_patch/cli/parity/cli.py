@@ -130,7 +130,8 @@ def _show(job: Job, results: list[Result], lacking: list[str]) -> None:
     from jetrl_patch.models.layers import cut_words
 
     console = Console()
-    title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
+    size = f"tensor parallel size {job.tp}, batches of {job.batch} × {job.length} tokens"
+    title = f"rollout vs. trainer: {Path(job.model).name}, {size}"
     columns = ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal")
     rows = []
     for r in results:
@@ -293,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=_positive, default=256, help="longest prompt; longer ones are cut (default: 256)")
     add("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
     add("--batch", type=_positive, default=32, help="requests per batch")
-    add("--tokens", type=_positive, default=2048, help="minimum number of response tokens")
+    add("--tokens", type=_positive, default=2048, help="minimum number of response tokens; whole batches of BATCH x LENGTH")
     add("--length", type=_positive, default=64, help="tokens per response")
     several: dict[str, Any] = {"metavar": "NUMBER", "nargs": "+"}
     add("--temperature", type=float, default=[1.0], **several, help="requests take one in turn, here and below")

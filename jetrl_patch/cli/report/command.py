@@ -12,6 +12,7 @@ from rich.console import Console
 from jetrl_patch.cli.report.charts import draw
 from jetrl_patch.cli.report.page import write
 from jetrl_patch.cli.report.pictures import draw_pictures
+from jetrl_patch.cli.report.prometheus import write_metrics
 from jetrl_patch.cli.report.runs import ReportError, Run
 from jetrl_patch.cli.report.sources import collect, find_file, parse
 from jetrl_patch.cli.report.tables import make_table
@@ -33,18 +34,25 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
     return summaries
 
 
-def command(texts: Sequence[str], out: Path, title: str, console: Console, warnings: Console) -> None:
+def command(
+    texts: Sequence[str], out: Path, title: str, console: Console, warnings: Console, prometheus: Path | None = None
+) -> None:
     """Write a report on the RUN arguments ``texts`` to the folder ``out``, and print the table on ``console``.
+
+    Args:
+        prometheus: also write the newest metrics there (``write_metrics``).
 
     Raises:
         ReportError: a run cannot be read, or no run has a metric that the report shows.
         ConfigError: the system refuses to read a run, or to write the report.
     """
     check_target(out, folder=True)
+    if prometheus is not None:
+        check_target(prometheus, folder=False)
     notes: list[str] = []
     made = [out / "report.html", out / "summary.json"]
     with Display("report", warnings.file) as progress:
-        runs, summaries = _write_page(texts, out, title, notes, progress)
+        runs, summaries = _write_page(texts, out, title, notes, progress, prometheus)
         progress.stage("drawing the pictures")
         try:
             with writing(out):
@@ -65,6 +73,7 @@ def watch(
     console: Console,
     warnings: Console,
     sleep: Callable[[float], None] = time.sleep,
+    prometheus: Path | None = None,
 ) -> None:
     """Rewrite the page whenever a run's file has grown, until Ctrl-C; then write the finished report like ``command``.
 
@@ -73,12 +82,15 @@ def watch(
     Args:
         every: seconds between two looks at the files, and between two reloads of the page.
         sleep: waits between two looks.
+        prometheus: as ``command``.
 
     Raises:
         ReportError: at the end, there is nothing to report on.
         ConfigError: as ``command``.
     """
     check_target(out, folder=True)
+    if prometheus is not None:
+        check_target(prometheus, folder=False)
     console.print(f"watching every {every} s; Ctrl-C ends it and writes the finished report", soft_wrap=True)
     before, said = None, ""
     try:
@@ -87,7 +99,7 @@ def watch(
                 state = _state(texts)
                 if state != before:
                     with Display("report", warnings.file) as progress:
-                        runs, _ = _write_page(texts, out, title, [], progress, live=every)
+                        runs, _ = _write_page(texts, out, title, [], progress, prometheus, live=every)
                     steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
                     now, page = time.strftime("%H:%M:%S"), out / "report.html"
                     console.print(f"{now}  {steps}  {page}", markup=False, soft_wrap=True)
@@ -99,7 +111,7 @@ def watch(
             sleep(every)
     except KeyboardInterrupt:
         console.print()
-    command(texts, out, title, console, warnings)
+    command(texts, out, title, console, warnings, prometheus)
 
 
 def _state(texts: Sequence[str]) -> list[tuple[Path, int, int]]:
@@ -113,7 +125,7 @@ def _warn(warnings: Console, text: str) -> None:
 
 
 def _write_page(
-    texts: Sequence[str], out: Path, title: str, notes: list[str], progress: Progress, live: int = 0
+    texts: Sequence[str], out: Path, title: str, notes: list[str], progress: Progress, prometheus: Path | None, live: int = 0
 ) -> tuple[list[Run], list[dict[str, Any]]]:
     """Read the runs and write their page. Adds a note if a run has no metric to show, or if the runs share none."""
     runs = collect(texts, notes, progress)
@@ -128,6 +140,9 @@ def _write_page(
     some = [shown for shown in keys.values() if shown]
     if len(some) > 1 and not set.intersection(*some):
         notes.append("no metric is common to all runs; each chart shows the runs that have it")
+    if prometheus is not None:
+        with writing(prometheus):
+            write_metrics(runs, prometheus)
     progress.stage("writing the page")
     with writing(out):
         return runs, write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes, live)

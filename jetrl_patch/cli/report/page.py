@@ -41,7 +41,8 @@ def write(
         f'stroke-dasharray="{style.stroke}" style="stroke:var(--run{style.color})"/></svg>'
         for style in styles
     ]
-    names: list[Cell] = [(swatches[i] + escape(run.label), run.label, "left name") for i, run in enumerate(runs)]
+    words = [" ".join(f"<span>{escape(word)}</span>" for word in run.label.split()) for run in runs]
+    names: list[Cell] = [(swatches[i] + words[i], run.label, "left name") for i, run in enumerate(runs)]
     toggles = (
         f'<label><input type="checkbox" value="{i}" checked>{swatches[i]}<span>{escape(run.label)}</span></label>'
         for i, run in enumerate(runs)
@@ -90,9 +91,9 @@ def _all(template: str, texts: Sequence[str]) -> str:
 def _section(
     group: str, drawn: Sequence[Chart], scales: Scales, summaries: Sequence[dict[str, Any]], names: Sequence[Cell]
 ) -> str:
-    """The charts of a group. The last group is collapsed, and lists what never changes."""
+    """The charts of a group. That of the mismatch and the last one, which is collapsed, only list what never changes."""
     here = [chart for chart in drawn if chart.group == group]
-    still = [chart for chart in here if group == charts.OTHER and chart.steady is not None]
+    still = [chart for chart in here if group in (charts.MISMATCH, charts.OTHER) and chart.steady is not None]
     figures = [_figure(chart.key, chart.title, chart.help) for chart in here if chart not in still]
     html = f'<div class="grid">{"".join(figures)}</div>' if figures else ""
     if group == charts.FP8 and scales.series:
@@ -100,7 +101,8 @@ def _section(
     if group == charts.TIME:
         html += tables.parts_html(summaries, names)
     if still:
-        rows = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{c.steady:,.10g}</dd>' for c in still)
+        values = (f"{100 * c.steady:.10g}%" if c.style == "share" else f"{c.steady:,.10g}" for c in still if c.steady is not None)
+        rows = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{v}</dd>' for c, v in zip(still, values, strict=True))
         html += f"<h3>The same at every step of every run</h3><dl>{''.join(rows)}</dl>"
     if group == charts.OTHER and html:
         html = f"<details><summary>Show {len(figures)} charts</summary>{html}</details>"

@@ -28,7 +28,8 @@ class Column:
         form: formats the entry: a format, or a function of the entry and the summary.
         help: explanation of the column, for the page.
         wide: whether a narrow terminal omits the column; the last such column is the first to go.
-        page: whether only the page shows the column, and there only on request.
+        extra: whether the page shows the column on request only.
+        page: whether only the page shows the column, and there on request only.
         left: whether the column is left-aligned text.
     """
 
@@ -37,6 +38,7 @@ class Column:
     form: str | Callable[[Any, Summary], str]
     help: str = ""
     wide: bool = False
+    extra: bool = False
     page: bool = False
     left: bool = False
 
@@ -92,13 +94,13 @@ COLUMNS = (
     Column("routes differ", "route_mismatch_mean", "{:.3%}",
            "of a mixture of experts, the share of token and block with other experts in trainer and rollout", page=True),
     Column("k3 KL", "k3_kl_mean", _small,
-           "KL divergence between rollout and trainer per token, by the estimator r − 1 − log r", wide=True),
+           "KL divergence between rollout and trainer per token, by the estimator r − 1 − log r", wide=True, extra=True),
     Column("s/step", "step_seconds_median", "{:.1f}", "median wall-clock time of a step, without validation", wide=True),
-    Column("sync share", "sync_share", "{:.1%}", "the weight sync's share of the time of all steps", wide=True),
+    Column("sync share", "sync_share", "{:.1%}", "the weight sync's share of the time of all steps", wide=True, extra=True),
     Column("sync", "sync_bytes", _sync, "bytes per weight sync for the FP8 layers, and the ratio to BF16", wide=True),
     Column("tokens", "tokens", "{:,}", "sampled tokens whose log-probs were compared", wide=True),
     Column("memory", "peak_memory_bytes", lambda value, _: f"{value / 2**30:.1f} GiB",
-           "peak memory of all processes of the run together", wide=True),
+           "peak memory of all processes of the run together", wide=True, extra=True),
     Column("best reward", "reward_best", "{:.3f}", "highest mean reward of any step", page=True),
     Column("best accuracy", "accuracy_best", "{:.1%}", "highest accuracy of any validation", page=True),
     Column("ESS", "ess_mean", _share, "effective sample size of the importance weights, as a share of the tokens", page=True),
@@ -169,7 +171,7 @@ Row = tuple[str, list[Cell]]  # attributes, cells
 
 def summary_html(summaries: Sequence[Summary], names: Sequence[Cell]) -> str:
     """One row per run, with the columns for which any run has a value. ``names`` are the cells of the first column."""
-    kinds = {c: " ".join(("left",) * c.left + ("more",) * c.page) for c in shown_columns(summaries)}
+    kinds = {c: " ".join(("left",) * c.left + ("more",) * (c.extra or c.page)) for c in shown_columns(summaries)}
     rows = []
     for i, summary in enumerate(summaries):
         cells = [(escape(c.text(summary)), c.sort_key(summary), kind) for c, kind in kinds.items()]
