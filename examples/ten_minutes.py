@@ -1,7 +1,7 @@
-"""The toy run of ``docs/ten-minutes.md`` on a CPU, as lines for a shell: ``eval "$(python -m examples.ten_minutes verl)"``.
+"""The toy run of ``docs/ten-minutes.md`` on a CPU, as a script: ``python -m examples.ten_minutes verl > toy.sh``.
 
-They set the array ``RUN`` to the arguments of five steps, for ``jetrl verl`` or ``jetrl openrlhf``, and the variables that a run
-on few cores needs. The data is written to ``outputs/ten-minutes/data``.
+It starts five steps in verl or OpenRLHF as a user's script does, knows nothing of the plugin and passes its arguments on. The
+data is written to ``outputs/ten-minutes/data``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from examples.openrlhf import recipe as openrlhf
 from examples.verl import data as verl_data
 from examples.verl import recipe as verl
 from examples.words import TASK
+from jetrl_patch._versions import PROGRAMS
 
 #: held-out questions, for OpenRLHF's last step
 HELD_OUT = 64
@@ -45,16 +46,17 @@ def variables(framework: str, out: Path) -> dict[str, str]:
     return {name: value for name, value in found.items() if os.environ.get(name) != value and not name.endswith("TMPDIR")}
 
 
-def lines(framework: str, out: Path) -> str:
-    """The lines for the shell."""
-    exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables(framework, out).items()))
-    return f"export {exported}\nRUN=({shlex.join(arguments(framework, out))})"
+def script(framework: str, out: Path) -> str:
+    """The text of the script."""
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables(framework, out).items()))
+    command = " \\\n  ".join(["exec python -m " + PROGRAMS[framework], *map(shlex.quote, arguments(framework, out)), '"$@"'])
+    return f"#!/usr/bin/env bash\n{exports}{command}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("framework", choices=("verl", "openrlhf"))
-    print(lines(parser.parse_args().framework, Path("outputs/ten-minutes").resolve()))
+    print(script(parser.parse_args().framework, Path("outputs/ten-minutes").resolve()), end="")
 
 
 if __name__ == "__main__":

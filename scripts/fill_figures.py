@@ -172,7 +172,6 @@ def main() -> None:
         photograph(args.page, ASSETS / "report.png")
     if args.verl:
         write("README.md", "compare-table", compare_table(json.loads((args.verl / "summary.json").read_text())))
-        shutil.copy(args.verl / "mismatch.png", ASSETS / "mismatch.png")
     if args.moe:
         write("docs/exactness.md", "moe-table", moe_table(json.loads((args.moe / "summary.json").read_text())))
     if args.parity:

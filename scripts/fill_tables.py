@@ -100,7 +100,8 @@ def home() -> str:
 def versions() -> str:
     """The supported versions, and those that the tests run on."""
     lines = ["| package | supported | tests run on |", "| --- | --- | --- |"]
-    return "\n".join(lines + [f"| {name} | `{supported}` | {tested} |" for name, (supported, tested) in SUPPORTED.items()])
+    lines += [f"| {name} | `{supported}` | {tested} |" for name, (supported, tested) in SUPPORTED.items()]
+    return "\n".join([*lines, "| Python | `>=3.11` | 3.11 |", "| CUDA | 13, with NVIDIA's driver 580 or newer | none |"])
 
 
 def pins() -> str:

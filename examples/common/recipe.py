@@ -144,4 +144,5 @@ def environment(recipe: Recipe, temporary: Path) -> dict[str, str]:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # trainer, engine and Ray share few cores; more threads would spin against each other
         env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault("TQ_NUM_THREADS", "1")  # verl's TransferQueue wants 8, and warns at each call if there are fewer cores
     return env

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.picture import draw_proof
 from examples.stability.sweep import ROOT, Job, is_whole, sweep, wide_console
 from jetrl_patch.cli.report import Run, read_runs
+from jetrl_patch.cli.report.pictures import draw_pictures
 from scripts.fill_figures import figure
 from scripts.tables import filled, markdown
 
@@ -184,6 +187,16 @@ def write_page(page: Path = PAGE, picture: Path = PICTURE) -> None:
     page.write_text(text, encoding="utf-8")
     ((most, _),) = Counter(job.title for job in runs).most_common(1)
     draw_proof(runs, most, (EXACT, ROLLOUT), picture)
+    draw_mismatch(runs, most, picture.with_name("mismatch.png"))
+
+
+def draw_mismatch(runs: Mapping[Job, Run], shown: str, path: Path) -> None:
+    """Write the picture of README.md: mean and largest |Δlogp| of the modes in a setting, with the seed that most of them have."""
+    modes = [job for job in runs if job.title == shown and job.arm.correction == "none" and job.arm.kv_cache == "auto"]
+    ((seed, _),) = Counter(job.seed for job in modes).most_common(1)
+    with tempfile.TemporaryDirectory() as folder:
+        draw_pictures([runs[job] for job in modes if job.seed == seed], Path(folder))
+        shutil.copy(Path(folder) / "mismatch.png", path)
 
 
 def main() -> int:

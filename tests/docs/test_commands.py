@@ -11,6 +11,7 @@ import pytest
 
 from examples import ten_minutes
 from jetrl_patch import registry
+from jetrl_patch._versions import PROGRAMS
 from jetrl_patch.cli.doctor import examine
 from tests.examples.test_h100 import _verl_accepts, models, target
 
@@ -43,10 +44,11 @@ def test_a_run_would_start(framework: str, models: Path) -> None:
 
 @pytest.mark.parametrize("framework", ["verl", "openrlhf"])
 def test_the_toy_run_of_the_ten_minutes_would_start(framework: str, tmp_path: Path) -> None:
-    lines = ten_minutes.lines(framework, tmp_path)
-    shell = f'{lines}\nprintf "%s\\\\0" "${{RUN[@]}}"'
-    said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
-    words = said.split("\0")[:-1]
+    toy = tmp_path / "toy.sh"
+    toy.write_text(ten_minutes.script(framework, tmp_path).replace("exec python", 'printf "%s\\0"'))
+    said = subprocess.run(["bash", str(toy), "one=more"], capture_output=True, text=True, check=True).stdout
+    _m, program, *words, last = said.split("\0")[:-1]
+    assert (program, last) == (PROGRAMS[framework], "one=more")
     assert words == ten_minutes.arguments(framework, tmp_path)
     report = examine.examine({}, ["jetrl", framework, "--fp8-unified", *words])
     assert report.verdict == "a run would start", [check for check in report.checks if check.state == "problem"]
