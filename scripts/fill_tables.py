@@ -123,9 +123,8 @@ def pages() -> dict[Path, str]:
     exact, smoothing = (titles(covering(part).values()) for part in ("exact", "scaling"))
     contents = {
         "README.md": {"ranges": ranges, "exact-families": exact},
-        "docs/configuration.md": {
-            "options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes(),
-        },
+        "docs/configuration.md": {"options": options(), "variables": variables(), "presets": presets()},
+        "docs/extending.md": {"upstream-fixes": fixes()},
         "docs/install.md": {"home": home(), "versions": versions(), "pins": pins()},
         "docs/limits.md": {"exact-families": exact},
         "docs/precisions.md": {"smoothing-families": smoothing},

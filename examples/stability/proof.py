@@ -191,7 +191,7 @@ def write_page(page: Path = PAGE, picture: Path = PICTURE) -> None:
 
 
 def draw_mismatch(runs: Mapping[Job, Run], shown: str, path: Path) -> None:
-    """Write the picture of README.md: mean and largest |Δlogp| of the modes in a setting, with the seed that most of them have."""
+    """Write the picture of README.md: mean and largest |Δlogp| of a setting's modes, in the seed that most of them have."""
     modes = [job for job in runs if job.title == shown and job.arm.correction == "none" and job.arm.kv_cache == "auto"]
     ((seed, _),) = Counter(job.seed for job in modes).most_common(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -263,8 +263,8 @@ class Fields:
     )
     upstream_fixes: bool | None = setting(
         None, "process",
-        "whether to fix [bugs of other projects](#upstream-fixes) that affect runs with this plugin. `None` means on, but off "
-        "for `bf16`, which measures the frameworks as they are. Bugs that keep a run from starting are always fixed",
+        "whether to fix [bugs of other projects](extending.md#upstream-fixes) that affect runs with this plugin. `None` means "
+        "on, but off for `bf16`, which measures the frameworks as they are. Bugs that keep a run from starting are always fixed",
         form=SWITCH,
     )
     sync: Literal["full", "delta"] = setting(
