@@ -82,7 +82,9 @@ class Parallel(Protocol):
     def settings(self, count: int, /) -> dict[str, Any]:
         """The values of Megatron's configuration that a model of ``count`` layers needs, to be set before it is built."""
 
-    def layer_spec(self, hf_config: Any, config: Config, /, rollout_tp: int, device_type: str) -> Callable[..., Any]:
+    def layer_spec(
+        self, hf_config: Any, config: Config, /, rollout_tp: int, rollout_ep: int, device_type: str
+    ) -> Callable[..., Any]:
         """(Megatron's configuration, virtual pipeline stage) -> spec of this rank's layers. Raises ModelError, ConfigError."""
 
     def finish(self, chunks: Sequence[Any], /) -> None:

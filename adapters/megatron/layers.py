@@ -27,6 +27,7 @@ from jetrl_patch.adapters.megatron.exchange import HeadExchange
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import ExactRotary
 from jetrl_patch.fp8.linear import Fp8State, fp8_linear
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
 from jetrl_patch.fp8.parallel import RowRanks
 
 
@@ -68,6 +69,7 @@ class Run:
         positions: those of the last packed row.
         fp8_cache: whether the rollout rounds keys and values to FP8.
         fp32_head: whether logits are FP32.
+        experts: how the rollout splits experts. renormalize: whether the weights of a token's experts add up to 1.
     """
 
     scale_format: Any
@@ -76,6 +78,8 @@ class Run:
     positions: Positions = field(repr=False)
     fp8_cache: bool = False
     fp32_head: bool = False
+    experts: ExpertSplit = WHOLE
+    renormalize: bool = True
 
 
 def bound(kind: type, run: Run) -> type:

@@ -19,11 +19,13 @@ from megatron.core.utils import unwrap_model
 
 from jetrl_patch.adapters.megatron import layers
 from jetrl_patch.adapters.megatron.layers import Run, bound
+from jetrl_patch.adapters.megatron.mixture import Mixture
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact.modules import check_family
 from jetrl_patch.exact.trial import choose_ops
+from jetrl_patch.fp8.mixture import ExpertSplit
 from jetrl_patch.models.structure import text_config
 
 
@@ -40,7 +42,7 @@ def settings(count: int) -> dict[str, Any]:
 
 
 def layer_spec(
-    hf_config: Any, config: Config, rollout_tp: int, device_type: str
+    hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int, device_type: str
 ) -> Callable[[Any, int | None], TransformerBlockSubmodules]:
     """Choose the exact ops of a model on this machine. Returns (``TransformerConfig``, virtual stage) -> the block's spec.
 
@@ -49,18 +51,22 @@ def layer_spec(
     check_family(hf_config)
     choose_ops(hf_config, config, device_type)
     backend = choose_backend(config.backend, device_type, config.scale_format)
-    positions = layers.Positions(text_config(hf_config))
-    run = Run(config.scale_format, backend, rollout_tp, positions, config.kv_cache == "fp8", config.fp32_head)
+    text = text_config(hf_config)
+    positions = layers.Positions(text)
+    run = Run(
+        config.scale_format, backend, rollout_tp, positions, config.kv_cache == "fp8", config.fp32_head,
+        ExpertSplit.of(rollout_tp, rollout_ep), bool(getattr(text, "norm_topk_prob", True)),
+    )  # fmt: skip
 
     def spec(transformer_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-        layer = _layer(run, bool(transformer_config.qk_layernorm))
+        layer = _layer(run, bool(transformer_config.qk_layernorm), transformer_config.num_moe_experts is not None)
         count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
         return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=layers.Norm)
 
     return spec
 
 
-def _layer(run: Run, qk_norms: bool) -> ModuleSpec:
+def _layer(run: Run, qk_norms: bool, mixture: bool) -> ModuleSpec:
     column, row = bound(layers.NormColumn, run), bound(layers.Row, run)
     norm = layers.Norm if qk_norms else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -70,15 +76,20 @@ def _layer(run: Run, qk_norms: bool) -> ModuleSpec:
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    build_mlp = getattr(layers.GatedMLP, "as_mlp_submodule", None)  # Megatron-Core 0.18 builds subclasses only by this method
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,
-        mlp=partial(build_mlp, submodules=mlp) if build_mlp else ModuleSpec(layers.GatedMLP, submodules=mlp),
+        pre_mlp_layernorm=layers.Norm if mixture else IdentityOp,
+        mlp=ModuleSpec(bound(Mixture, run)) if mixture else _mlp(column, row),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(TransformerLayer, submodules=submodules)
+
+
+def _mlp(column: type, row: type) -> Any:
+    parts = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    build = getattr(layers.GatedMLP, "as_mlp_submodule", None)  # Megatron-Core 0.18 builds subclasses only by this method
+    return partial(build, submodules=parts) if build else ModuleSpec(layers.GatedMLP, submodules=parts)
 
 
 def finish(chunks: Sequence[Any]) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -25,6 +25,7 @@ from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, 
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, uncovered
+from jetrl_patch.models.structure import expert_sizes
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
@@ -44,7 +45,7 @@ WITH_TE = {"precision": SETTINGS["precision"].default, "align": "linear", "backe
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
-_DENSE = "no expert parallelism (only dense models are supported)"
+_WHOLE = "whole experts, all on each rank"
 _BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it loads the checkpoint, and never reloads them)"
 _EXPORT = "the distributed optimizer, whose buffers verl 0.9.1's weight sync reads"
 _OWN_HEAD = "exact mode's own head and log-softmax"
@@ -57,8 +58,8 @@ _OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
 #: with either kind of layers
 _SHARED: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.dtype", other_than("bfloat16", "bf16"), "bfloat16", "set it to bfloat16", "quantized"),
-    Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, _DENSE, "set it to 1", "quantized"),
-    Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _DENSE, "set it to null", "quantized"),
+    Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
+    Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "a bridge's export", _TRUE, "quantized"),
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError),
@@ -100,11 +101,15 @@ _HARMLESS = (
     "attention_backend", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
     "use_cpu_initialization", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
-    "apply_rope_fusion", "gradient_accumulation_fusion", "variable_seq_lengths", "deallocate_pipeline_outputs",
-    "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel", "cp_comm_type",
+    "apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion", "variable_seq_lengths",
+    "deallocate_pipeline_outputs", "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel", "cp_comm_type",
 )  # fmt: skip
 #: the same of ``override_ddp_config``
 _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
+
+
+#: fusions that Megatron-Bridge turns on for some families, and for which it requires TransformerEngine
+_NEEDS_TE = ("apply_rope_fusion", "moe_permute_fusion")
 
 
 def uses_te(config: Config) -> bool:
@@ -214,38 +219,80 @@ def wanted(select: Select, config: Config) -> dict[str, Any]:
     """Return the verl settings that FP8 training needs: path -> value."""
     packed = f"{MODEL}.use_remove_padding"  # verl supports FP8 only with packed sequences, and exact attention takes no others
     values: dict[str, Any] = {packed: True}
-    # Megatron-Bridge turns the fusion on for some families, and requires TransformerEngine for it
-    own = {"fp8": "e4m3", "fp8_recipe": "blockwise"} if uses_te(config) else {"apply_rope_fusion": False}
+    own = {"fp8": "e4m3", "fp8_recipe": "blockwise"} if uses_te(config) else dict.fromkeys(_NEEDS_TE, False)
     for path in (ACTOR, REF):  # the reference inherits the actor's unless the user overrides them
         if select(f"{path}.megatron") is not None:
             values |= {f"{path}.megatron.override_transformer_config.{key}": value for key, value in own.items()}
     return values
 
 
-def check_model(hf_config: Any, trainer_tp: int, trainer_cp: int, config: Config) -> None:
+class Sizes(NamedTuple):
+    """How the trainer splits a model.
+
+    Attributes:
+        tp, cp, expert_tp: tensor, context and expert-tensor parallel size.
+        scattered: whether tensor-parallel ranks share a sequence (Megatron's sequence parallelism).
+        old_bridge: whether mbridge exports it.
+    """
+
+    tp: int
+    cp: int
+    expert_tp: int
+    scattered: bool
+    old_bridge: bool
+
+    @classmethod
+    def of(cls, get: Callable[[str], Any]) -> Sizes:
+        """``get`` reads a setting of an engine's section ``megatron``."""
+        tp, cp = (int(get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context"))
+        expert_tp = int(get("expert_tensor_parallel_size") or tp)
+        return cls(tp, cp, expert_tp, bool(get("sequence_parallel")), bool(get("vanilla_mbridge")))
+
+
+def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
     """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers.
 
     ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank. Raises ModelError if the
-    family is unsupported, if a block would contain rows of two layers (the error names all such widths), or if exact mode's
-    ranks, among which context parallelism exchanges heads, would share a key head.
+    family is unsupported, if a block would contain rows of two layers (the error names all such widths), if exact mode's
+    ranks, among which context parallelism exchanges heads, would share a key head, or if they would not hold whole experts.
     """
     if getattr(hf_config, "model_type", None) not in covering("megatron"):
         required, found = f"one of {', '.join(covering('megatron'))}", uncovered(hf_config, "megatron")
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix="set strategy=fsdp2"))
     heads = int(hf_config.num_attention_heads)
     width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
-    inner = int(hf_config.intermediate_size)
+    mixture = expert_sizes(hf_config) is not None
+    key, ranks = ("moe_intermediate_size", 1) if mixture else ("intermediate_size", sizes.tp)
+    inner = int(getattr(hf_config, key))
     wrong = [f"head_dim={width}"] if width % 128 else []
-    wrong += [f"intermediate_size={inner} over {trainer_tp} ranks"] if inner % (128 * trainer_tp) else []
+    wrong += [f"{key}={inner} over {ranks} ranks"] if inner % (128 * ranks) else []
     if wrong:
         required = "a head_dim and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers"
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
-    shared, ranks = int(getattr(hf_config, "num_key_value_heads", None) or heads), trainer_tp * trainer_cp
+    if mixture:
+        _check_mixture(sizes, config)
+    shared, ranks = int(getattr(hf_config, "num_key_value_heads", None) or heads), sizes.tp * sizes.cp
     if config.exact and shared % ranks:
         required, found = "whole key heads on each rank", f"{shared} key heads over {ranks} ranks"
         fix = f"let tensor_model_parallel_size times context_parallel_size divide {shared}"
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
+
+
+def _check_mixture(sizes: Sizes, config: Config) -> None:
+    what = "a mixture of experts in Megatron"
+    if not config.exact:
+        required, fix = "align='exact', whose experts are the plugin's", "set it, or strategy=fsdp2"
+        raise ModelError(explain(what, required=required, found=f"align={config.resolved_align!r}", fix=fix))
+    if sizes.expert_tp > 1:
+        found, fix = str(sizes.expert_tp), "set megatron.expert_tensor_parallel_size=1"
+        raise ModelError(explain(what, required="whole experts on each rank", found=f"{found} ranks for each", fix=fix))
+    if sizes.tp > 1 and not sizes.scattered:
+        required, fix = "tensor-parallel ranks with tokens of their own", "set megatron.sequence_parallel=true"
+        raise ModelError(explain(what, required=required, found="the same tokens on each", fix=fix))
+    if sizes.tp > 1 and sizes.old_bridge:  # which gathers experts over the tensor-parallel ranks, each of which holds them whole
+        required, fix = "Megatron-Bridge, or one tensor-parallel rank", "set megatron.vanilla_mbridge=false"
+        raise ModelError(explain(what, required=required, found=f"mbridge with {sizes.tp} ranks", fix=fix))
 
 
 def _scales(config: Config) -> str:

@@ -78,10 +78,9 @@ def _trains(engine: Any, config: Config) -> bool:
     return engine.model_config.model_type == "language_model" and config.quantized_rollout
 
 
-def _sizes(engine: Any) -> tuple[int, int]:
-    """The engine's tensor-parallel and context-parallel size."""
-    config = engine.engine_config
-    return int(config.tensor_model_parallel_size), int(config.context_parallel_size)
+def _check_model(engine: Any, hf_config: Any, config: Config) -> None:
+    own = engine.engine_config
+    megatron.check_model(hf_config, megatron.Sizes.of(lambda name: getattr(own, name)), config)
 
 
 @replacement
@@ -94,11 +93,12 @@ def build_tf_config(original: Any, self: Any) -> None:
     from verl.utils.device import get_device_name
 
     hf_config = self.model_config.hf_config
-    megatron.check_model(hf_config, *_sizes(self), config)
+    _check_model(self, hf_config, config)
     service, own = registry.parallel(), self.tf_config if self.provider is None else self.provider
     for name, value in service.settings(int(hf_config.num_hidden_layers)).items():
         setattr(own, name, value)
-    spec = service.layer_spec(hf_config, config, rollout_tp=WORKER.rollout_tp, device_type=get_device_name())
+    ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
+    spec = service.layer_spec(hf_config, config, **ranks, device_type=get_device_name())
     if self.provider is not None:
         self.provider.transformer_layer_spec = spec
         return
@@ -147,7 +147,7 @@ def prepare_te(engine: Any, chunks: list[Any], config: Config) -> MegatronSource
     from jetrl_patch.backends.transformer_engine import check_recipe, require_te_linears
 
     hf_config = engine.model_config.hf_config
-    megatron.check_model(hf_config, *_sizes(engine), config)
+    _check_model(engine, hf_config, config)
     _check_built(engine.tf_config)
     recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
     check_recipe(recipe, config.scale_format, "Megatron's layers")
@@ -162,18 +162,20 @@ def announce(hf_config: Any, config: Config, backend: str, attention: str = "") 
     from transformers import AutoModelForCausalLM
     from verl.utils.model import convert_weight_keys
 
-    from jetrl_patch.fp8.convert import select_layers
+    from jetrl_patch.fp8.convert import expert_modules, select_layers, shapes_per_expert
+    from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), attn_implementation="eager")
     state = convert_weight_keys(model.state_dict(), model)
     ties = bool(getattr(hf_config, "tie_word_embeddings", False))
     tied, embedding = frozenset({"lm_head.weight"} if ties else ()), model.get_input_embeddings().weight
+    split = ExpertSplit.of(WORKER.rollout_tp, WORKER.rollout_ep) if expert_modules(model) else WHOLE
     return MegatronSource(
         layers=select_layers(model),
         modules={},
-        shapes={name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied},
-        terms=Terms.of(config, backend, attention=attention),
+        shapes=shapes_per_expert({name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}),
+        terms=Terms.of(config, backend, split, attention),
         tied=tied,
         shared=next(name for name, weight in model.named_parameters() if weight is embedding) if ties else "",
     )

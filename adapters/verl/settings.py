@@ -40,7 +40,6 @@ from jetrl_patch.adapters.verl.yaml_settings import (
     runs,
     selector,
     update,
-    whole,
 )  # fmt: skip
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
@@ -269,9 +268,9 @@ def _model_problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if runs(veomni.STRATEGY, select, config):
         yield from raised(lambda: veomni.check_model(hf_config))
     if runs(megatron.STRATEGY, select, config):
-        kinds = ("tensor_model_parallel_size", "context_parallel_size")
-        for tp, cp in sorted({tuple(whole(select, f"{path}.megatron.{kind}") for kind in kinds) for path in (ACTOR, REF)}):
-            yield from raised(lambda: megatron.check_model(hf_config, tp, cp, config))  # noqa: B023
+        roles = (lambda name, role=role: select(f"{role}.megatron.{name}") for role in (ACTOR, REF))
+        for sizes in dict.fromkeys(map(megatron.Sizes.of, roles)):
+            yield from raised(lambda: megatron.check_model(hf_config, sizes, config))  # noqa: B023
 
 
 def _checkpoint(select: Select, config: Config) -> tuple[Any, Config, int, int]:

@@ -193,7 +193,7 @@ def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit =
 
 
 def _attached(model: nn.Module) -> Iterator[tuple[str, Experts]]:
-    for name, module in expert_modules(model).items():
+    for name, module in model.named_modules():
         own = experts_of(module)
         if own is not None:
             yield name, own

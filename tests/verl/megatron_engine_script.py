@@ -27,8 +27,10 @@ def engine_of(folder: str, given: dict[str, Any]) -> Any:
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine import EngineRegistry
 
+    from jetrl_patch.adapters.verl.megatron import _NEEDS_TE
+
     engine = {"use_mbridge": True, **given.get("engine", {})}
-    engine["override_transformer_config"] = {"apply_rope_fusion": False, **engine.get("override_transformer_config", {})}
+    engine["override_transformer_config"] = {**dict.fromkeys(_NEEDS_TE, False), **engine.get("override_transformer_config", {})}
     sizes = {"tensor_model_parallel_size": given.get("tp", 1), "pipeline_model_parallel_size": given.get("pp", 1)}
     return EngineRegistry.new(
         model_type="language_model",
@@ -68,21 +70,42 @@ def loss_of(rows: list[Any]) -> float:
     return float(sum(map(len, rows)))
 
 
+def fused(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a checkpoint under transformers' names, which keeps the experts of a block in two parameters."""
+    import torch
+
+    found, experts = {}, {}
+    for name, tensor in state.items():
+        block, inside, rest = name.partition(".mlp.experts.")
+        if not inside:
+            found[name] = tensor
+            continue
+        expert, part, _weight = rest.split(".")
+        experts.setdefault(f"{block}.mlp.experts", {})[int(expert), part] = tensor
+    for block, parts in experts.items():
+        count = len(parts) // 3
+        gate, up, down = (torch.stack([parts[e, f"{part}_proj"] for e in range(count)]) for part in ("gate", "up", "down"))
+        found |= {f"{block}.gate_up_proj": torch.cat((gate, up), 1), f"{block}.down_proj": down}
+    return found
+
+
 class Reference:
     """The exact Hugging Face model of some weights."""
 
-    def __init__(self, folder: str, state: Any, rollout_tp: int, pad_row: bool = True) -> None:
+    def __init__(self, folder: str, state: Any, pad_row: bool = True) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         from jetrl_patch import registry, session
+        from jetrl_patch.adapters.verl.state import WORKER
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         if pad_row:
             self.model.get_input_embeddings().padding_idx = None  # Megatron's embedding trains every row
         if state is not None:
-            self.model.load_state_dict(state, strict=not self.model.config.tie_word_embeddings)
-        registry.models().prepare_model(self.model, session.active_config(), device_type="cpu", rollout_tp=rollout_tp)
+            self.model.load_state_dict(fused(state), strict=not self.model.config.tie_word_embeddings)
+        ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
+        registry.models().prepare_model(self.model, session.active_config(), device_type="cpu", **ranks)
 
     def log_probs(self, rows: list[Any], temperature: list[float], vocabulary: int) -> list[Any]:
         """FP32 [T - 1] of each row."""
@@ -205,7 +228,8 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     initialize_global_process_group()
-    WORKER.rollout_tp = rollout_tp = given.get("rollout_tp", given.get("tp", 1))
+    WORKER.rollout_tp = given.get("rollout_tp", given.get("tp", 1))
+    WORKER.rollout_ep = given.get("rollout_ep", 1)
     engine = engine_of(folder, given)
     engine.initialize()
     ranks = engine.get_data_parallel_size()
@@ -224,7 +248,7 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     for _step in range(given.get("steps", 2)):
         with engine.eval_mode():
             output = engine.forward_backward_batch(batch_of(rows[mine], temperature[mine], micro), None, forward_only=True)
-        reference = Reference(folder, state, rollout_tp)
+        reference = Reference(folder, state)
         own = (torch.zeros(2), torch.zeros(1))
         if engine.is_mp_src_rank_with_outputs():
             with torch.no_grad():
@@ -241,7 +265,7 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         theirs = reference.gradients(rows, temperature, vocabulary)
         facts["norms"].append([norm, norm_of(theirs)])
         if given.get("pad"):
-            theirs = Reference(folder, state, rollout_tp, pad_row=False).gradients(rows, temperature, vocabulary)
+            theirs = Reference(folder, state, pad_row=False).gradients(rows, temperature, vocabulary)
             facts.setdefault("without pad row", []).append(norm_of(theirs))
         state = weights_of(engine)
         sent = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}

@@ -171,7 +171,8 @@ OF_EXACT = [
     (f"+{LAYERS}.fp8=e4m3", "keys that exact mode knows to change no bit, found fp8='e4m3'"),
     (f"+{M}.override_ddp_config.overlap_param_gather=true", "exact mode knows to change no bit, found overlap_param_gather="),
     (f"{M}.tensor_model_parallel_size=2", "a divisor of .*rollout.tensor_model_parallel_size=1, whose sums.*found 2"),
-    (f"{M}.expert_model_parallel_size=2", "only dense models"),
+    (f"{M}.expert_model_parallel_size=2", "whole experts, all on each rank"),
+    (f"{M}.expert_tensor_parallel_size=2", "whole experts, all on each rank"),
     ("+async_training.staleness_threshold=1", "verl.trainer.main_ppo"),
     ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
 ]
@@ -181,6 +182,30 @@ def test_key_heads_are_counted_before_anything_starts(composed, installed):
     with pytest.raises(ModelError, match="2 key heads over 4 ranks"):
         settings.check(composed(f"{M}.context_parallel_size=4"), EXACT)
     settings.check(composed(f"{M}.context_parallel_size=2"), EXACT)
+
+
+def sizes(tp: int, cp: int = 1) -> megatron.Sizes:
+    """Whole experts, sequence parallelism, Megatron-Bridge."""
+    return megatron.Sizes(tp, cp, 1, True, False)
+
+
+def test_a_mixture_holds_whole_experts_on_each_rank():
+    hf_config = config_of("qwen3_moe", head_dim=128)
+    one, two = sizes(1)._replace(scattered=False, old_bridge=True), sizes(2)
+    for accepted in (one, two):
+        megatron.check_model(hf_config, accepted, EXACT)
+    for refused, match in (
+        (two._replace(expert_tp=2), "2 ranks for each. Set megatron.expert_tensor_parallel_size=1"),
+        (two._replace(scattered=False), "the same tokens on each. Set megatron.sequence_parallel=true"),
+        (two._replace(old_bridge=True), "mbridge with 2 ranks. Set megatron.vanilla_mbridge=false"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            megatron.check_model(hf_config, refused, EXACT)
+    with pytest.raises(ModelError, match="required align='exact'"):
+        megatron.check_model(hf_config, one, LINEAR)
+    with pytest.raises(ModelError, match="moe_intermediate_size=192"):
+        megatron.check_model(config_of("qwen3_moe", head_dim=128, moe_intermediate_size=192), one, EXACT)
+    assert megatron.Sizes.of({"tensor_model_parallel_size": 2, "sequence_parallel": True}.get) == two._replace(expert_tp=2)
 
 
 @pytest.mark.parametrize(("override", "match"), OF_EXACT)
@@ -283,15 +308,15 @@ def test_this_very_environment_has_none_of_it(composed):
 )
 def test_a_block_that_would_hold_two_layers(options, tp, match):
     with pytest.raises(ModelError, match=match):
-        megatron.check_model(config_of("qwen3", **options), tp, 1, LINEAR)
-    megatron.check_model(config_of("qwen3", head_dim=128), 4, 1, LINEAR)
+        megatron.check_model(config_of("qwen3", **options), sizes(tp), LINEAR)
+    megatron.check_model(config_of("qwen3", head_dim=128), sizes(4), LINEAR)
 
 
-@pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
-def test_ranks_that_would_share_a_key_head(sizes):
+@pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2)])
+def test_ranks_that_would_share_a_key_head(tp, cp):
     with pytest.raises(ModelError, match="whole key heads on each rank, found 2 key heads over 4 ranks"):
-        megatron.check_model(config_of("qwen3", head_dim=128), *sizes, EXACT)
-    megatron.check_model(config_of("qwen3", head_dim=128), 1, 2, EXACT)
+        megatron.check_model(config_of("qwen3", head_dim=128), sizes(tp, cp), EXACT)
+    megatron.check_model(config_of("qwen3", head_dim=128), sizes(1, 2), EXACT)
 
 
 def test_the_model_is_looked_at_before_anything_starts(composed, installed, tmp_path):

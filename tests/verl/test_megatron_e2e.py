@@ -21,7 +21,7 @@ def task(tmp_path_factory):
 BATCH = ("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=8")
 
 
-def steps_of(task, *extra: str, processes: int = 1, steps: int = 3) -> list[dict[str, float]]:
+def steps_of(task, *extra: str, processes: int = 1, steps: int = 3, layers: int = 21) -> list[dict[str, float]]:
     """The metrics of a run's steps, each of which must be exact."""
     run = Run(
         task, *BATCH, *extra, strategy="megatron", processes=processes, steps=steps,
@@ -33,7 +33,7 @@ def steps_of(task, *extra: str, processes: int = 1, steps: int = 3) -> list[dict
     assert sum(step["jetrl/tokens"] for step in found) > 2000
     for step in found:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0, found
-        assert step["jetrl/quantized_layers"] == 21 and step["jetrl/sync_bytes"] <= 0.55 * step["jetrl/sync_bytes_bf16"]
+        assert step["jetrl/quantized_layers"] == layers and step["jetrl/sync_bytes"] <= 0.55 * step["jetrl/sync_bytes_bf16"]
     return found
 
 
@@ -48,6 +48,14 @@ def test_tensor_parallelism_and_a_reference_model(task):
 def test_v1_entropy_and_a_wider_rollout(task):
     extra = [f"{A}.entropy_coeff=0.01", f"{R}.tensor_model_parallel_size=2", "trainer.use_v1=True"]
     steps_of(task, *extra, f"{M}.use_remove_padding=False", processes=2)
+
+
+@pytest.mark.slow
+def test_experts_that_the_rollout_splits(tmp_path):
+    """Two training ranks with all experts each, and an engine of two ranks with half of them each."""
+    folder = make_task(tmp_path, "qwen3_moe", fill=True, head_dim=128)
+    extra = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.megatron.expert_tensor_parallel_size=1"]
+    steps_of(folder, *extra, f"{R}.expert_parallel_size=2", processes=2, layers=84)
 
 
 @pytest.mark.slow

@@ -1,0 +1,106 @@
+"""A mixture of experts in a Megatron-Core model that computes as the exact rollout does.
+
+Megatron's own experts cannot: they multiply by the routing weight before the second product, the rollout after it. Here each rank
+holds all experts of its layers (``expert_tensor_parallel_size=1``) and sends its own tokens through them. Parameters have the
+names of Megatron's grouped MLP (``experts.linear_fc1.weight3``), which both bridges convert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+
+from jetrl_patch.adapters.megatron.layers import Run, bound
+from jetrl_patch.exact import ops
+from jetrl_patch.fp8.experts import Experts, experts_forward
+
+
+class Router(nn.Module):
+    """Chooses experts: tokens [T, H] -> weights FP32 [T, k] and experts int64 [T, k]."""
+
+    counterpart: ClassVar[str] = "TopKRouter"
+    run: ClassVar[Run]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.weight = _matrix(config, config.num_moe_experts, config.hidden_size)
+        self.weight.sequence_parallel = config.sequence_parallel  # Megatron then adds its ranks' gradients
+        self.chosen = config.moe_router_topk
+
+    def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.route(ops.linear(tokens_TH, self.weight), self.chosen, self.run.renormalize)
+
+
+class Matrices(nn.Module):
+    """One matrix of each expert, under Megatron's names ``weight0``, ``weight1``, …"""
+
+    counterpart: ClassVar[str]
+    dim: ClassVar[int]
+
+    def __init__(self, config: Any, count: int, *shape: int) -> None:
+        super().__init__()
+        for expert in range(count):
+            weight = _matrix(config, *shape)
+            weight.allreduce = False  # Megatron then adds its gradients over the ranks that hold the same experts
+            # as TransformerEngine marks it; otherwise the gradients' norm would miss what the optimizer shards to other ranks
+            set_tensor_model_parallel_attributes(weight, True, self.dim, 1)
+            self.register_parameter(f"weight{expert}", weight)
+
+    def stacked(self) -> Tensor:
+        """[E, …]"""
+        return torch.stack(list(self.parameters()))
+
+
+class GateUp(Matrices):
+    """gate and up of each expert, [2I, H]."""
+
+    counterpart, dim = "TEColumnParallelGroupedLinear", 0
+
+
+class Down(Matrices):
+    """down of each expert, [H, I]."""
+
+    counterpart, dim = "TERowParallelGroupedLinear", 1
+
+
+class Grouped(nn.Module):
+    """The experts of a layer."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        super().__init__()
+        count, inner, hidden = config.num_moe_experts, config.moe_ffn_hidden_size, config.hidden_size
+        self.linear_fc1 = bound(GateUp, run)(config, count, 2 * inner, hidden)
+        self.linear_fc2 = bound(Down, run)(config, count, hidden, inner)
+        self.jetrl_experts = Experts(count, run.scale_format, run.backend, run.experts)
+
+    def forward(self, tokens_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
+        """BF16 [T, H]."""
+        gate_up_EFH, down_EHI = self.linear_fc1.stacked(), self.linear_fc2.stacked()
+        return experts_forward(tokens_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, self.jetrl_experts)
+
+
+class Mixture(nn.Module):
+    """In place of Megatron's ``MoELayer``: hidden states [T, B, H] -> BF16 [T, B, H], and no bias."""
+
+    counterpart: ClassVar[str] = "Mixture"
+    run: ClassVar[Run]
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.router = bound(Router, self.run)(config)
+        self.experts = Grouped(config, self.run)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        tokens_TH = hidden_states.flatten(0, -2)
+        return self.experts(tokens_TH, *self.router(tokens_TH)).view_as(hidden_states), None
+
+
+def _matrix(config: Any, *shape: int) -> nn.Parameter:
+    """A parameter with Megatron's initial values, on the default device: whoever builds the model moves it to its own."""
+    weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+    if config.perform_initialization:
+        config.init_method(weight)
+    return weight
