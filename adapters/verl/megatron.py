@@ -109,7 +109,7 @@ _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "a
 
 
 #: fusions that Megatron-Bridge turns on for some families, and for which it requires TransformerEngine
-_NEEDS_TE = ("apply_rope_fusion", "moe_permute_fusion")
+NEEDS_TE = ("apply_rope_fusion", "moe_permute_fusion")
 
 
 def uses_te(config: Config) -> bool:
@@ -219,7 +219,7 @@ def wanted(select: Select, config: Config) -> dict[str, Any]:
     """Return the verl settings that FP8 training needs: path -> value."""
     packed = f"{MODEL}.use_remove_padding"  # verl supports FP8 only with packed sequences, and exact attention takes no others
     values: dict[str, Any] = {packed: True}
-    own = {"fp8": "e4m3", "fp8_recipe": "blockwise"} if uses_te(config) else dict.fromkeys(_NEEDS_TE, False)
+    own = {"fp8": "e4m3", "fp8_recipe": "blockwise"} if uses_te(config) else dict.fromkeys(NEEDS_TE, False)
     for path in (ACTOR, REF):  # the reference inherits the actor's unless the user overrides them
         if select(f"{path}.megatron") is not None:
             values |= {f"{path}.megatron.override_transformer_config.{key}": value for key, value in own.items()}

@@ -27,10 +27,10 @@ def engine_of(folder: str, given: dict[str, Any]) -> Any:
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine import EngineRegistry
 
-    from jetrl_patch.adapters.verl.megatron import _NEEDS_TE
+    from jetrl_patch.adapters.verl.megatron import NEEDS_TE
 
     engine = {"use_mbridge": True, **given.get("engine", {})}
-    engine["override_transformer_config"] = {**dict.fromkeys(_NEEDS_TE, False), **engine.get("override_transformer_config", {})}
+    engine["override_transformer_config"] = {**dict.fromkeys(NEEDS_TE, False), **engine.get("override_transformer_config", {})}
     sizes = {"tensor_model_parallel_size": given.get("tp", 1), "pipeline_model_parallel_size": given.get("pp", 1)}
     return EngineRegistry.new(
         model_type="language_model",

@@ -101,12 +101,18 @@ def _section(
     if group == charts.TIME:
         html += tables.parts_html(summaries, names)
     if still:
-        values = (f"{100 * c.steady:.10g}%" if c.style == "share" else f"{c.steady:,.10g}" for c in still if c.steady is not None)
-        rows = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{v}</dd>' for c, v in zip(still, values, strict=True))
+        rows = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{_steady(c)}</dd>' for c in still)
         html += f"<h3>The same at every step of every run</h3><dl>{''.join(rows)}</dl>"
     if group == charts.OTHER and html:
         html = f"<details><summary>Show {len(figures)} charts</summary>{html}</details>"
     return f"<h2>{escape(group)}</h2>{html}" if html else ""
+
+
+def _steady(chart: Chart) -> str:
+    """The value of a chart that never changes."""
+    value = chart.steady
+    assert value is not None
+    return f"{100 * value:.10g}%" if chart.style == "share" else f"{value:,.10g}"
 
 
 def _figure(key: str, title: str, help: str) -> str:
