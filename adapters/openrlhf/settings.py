@@ -255,6 +255,8 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     if config.optimizer_states != "fp32":
         yield from raised(lambda: check_torchao(config.optimizer_states))
         rules += OPTIMIZER_RULES
+    if registry.platform().is_cpu_run(config):
+        rules += (Rule("vllm.enable_sleep", is_set, "a GPU: vLLM has no sleep mode on a CPU", "remove the flag", "all"),)
     yield from broken(rules, select, config, argument)
     yield from support_problems(args, config)
     yield from model_name_problems(args)

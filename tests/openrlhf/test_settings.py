@@ -108,6 +108,13 @@ def test_adapters_are_accepted_with_a_dense_text_model_and_a_quantized_rollout(c
             settings.check(arguments(ds__lora__rank=8, actor__model_name_or_path=path), config)
 
 
+@pytest.mark.parametrize("config", [EXACT, BF16])
+def test_an_engine_on_a_cpu_cannot_sleep(config):
+    with pytest.raises(ConfigError, match=r"--vllm\.enable_sleep .*required a GPU: vLLM has no sleep mode on a CPU.* Remove"):
+        settings.check(arguments(vllm__enable_sleep=True), config.replace(platform="cpu"))
+    settings.check(arguments(vllm__enable_sleep=True), config.replace(platform="cuda"))
+
+
 def test_deepspeed_has_no_fp8_all_gather():
     with pytest.raises(ConfigError, match=r"required FSDP2, found OpenRLHF, which trains with DeepSpeed. Set fp8_all"):
         settings.check(arguments(), Config(fp8_all_gather=True))
