@@ -32,6 +32,7 @@ from jetrl_patch.trainer.rules import (
     check_torchao,
     deterministic,
     is_set,
+    kv_cache_problems,
     more_than_one,
     other_than,
     positive,
@@ -112,8 +113,7 @@ def precision_problems(select: Callable[[str], Any], config: Config) -> Iterator
         yield ConfigError(explain(what, required=required, found="'fp16'", fix=fix))
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, argument)
-    if config.kv_cache == "fp8":
-        yield from raised(lambda: registry.rollout().check_kv_cache(config.exact))
+    yield from kv_cache_problems(config)
 
 
 def _pieces(module: Any) -> Iterator[tuple[str, Any]]:

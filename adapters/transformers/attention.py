@@ -154,9 +154,12 @@ def exact_attention(
     """transformers' attention function: query [B, H, T, D], key [B, KH, T, D], value [B, KH, T, V] -> [B, T, H, V].
 
     With ``fp8_cache``, keys and values are rounded as in the rollout's FP8 KV cache. Padding gets zeros. Raises ModelError for a
-    key/value cache, because only the rollout generates, and for dropout.
+    key/value cache, because only the rollout generates, for a mask of queries and keys, and for dropout.
     """
     B, H, T, D = query.shape
+    if attention_mask is not None and attention_mask.dim() != 2:
+        required, found = "a padding mask [B, T], because it is causal by itself", f"a mask {list(attention_mask.shape)}"
+        raise ModelError(explain(NAME, required=required, found=found, fix="pass the padding mask, or none"))
     if key.shape[2] != T:
         raise ModelError(
             f"{NAME} computes whole sequences, but got {T} queries and {key.shape[2]} keys of a cache. Pass use_cache=False."
@@ -173,6 +176,19 @@ def exact_attention(
     if layout.places is not None:
         out = out.new_zeros(B * T, *out.shape[1:]).index_copy(0, layout.places, out)
     return out.view(B, T, H, -1), None
+
+
+def keep_exact(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A hook before the decoder's forward: refuse another attention, and round embeddings to BF16, as the rollout's are.
+
+    ``set_attn_implementation`` of a converted model would leave exact mode without a word.
+    """
+    chosen: Any = decoder.config._attn_implementation
+    if chosen != NAME:
+        fix = "convert the model after the last change of its attention"
+        raise ModelError(explain("attn_implementation of a model in exact mode", required=NAME, found=chosen, fix=fix))
+    embeddings = kwargs.get("inputs_embeds")
+    return args, kwargs if embeddings is None else {**kwargs, "inputs_embeds": embeddings.to(torch.bfloat16)}
 
 
 # ---- Latent attention in exact mode (``exact.latent``) -------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.attention import ExactLatentAttention, share_sequences
+from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention, share_sequences
 from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm
 from jetrl_patch.adapters.transformers.prepare import prepare_model, to_bf16
 from jetrl_patch.exact import modules
@@ -279,9 +279,13 @@ def _swapped(model: Any, op: str) -> list[nn.Module]:
 
 def _make_stock(model: Any, op: str) -> Callable[[], None]:
     """Turn an op of an exact model back into Hugging Face's. Returns a function that makes it exact again."""
-    before, changed = model.config._attn_implementation, []
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    changed = []
     if op == "attention":
-        model.config._attn_implementation = "sdpa"
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            registry[NAME] = registry["sdpa"]
     for module in _swapped(model, op) if op in _MODULES else ():
         while isinstance(module, _MODULES[op]):
             changed.append((module, type(module).__bases__[0]))
@@ -289,7 +293,8 @@ def _make_stock(model: Any, op: str) -> Callable[[], None]:
 
     def restore() -> None:
         if op == "attention":
-            model.config._attn_implementation = before
+            for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+                del registry[NAME]  # which hid the registered one
         for module, behavior in reversed(changed):
             swap(module, behavior)
 

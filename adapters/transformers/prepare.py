@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch import session
-from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention
+from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention, keep_exact
 from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm, pass_positions
 from jetrl_patch.adapters.transformers.fused import fuse, rotate_together
 from jetrl_patch.backends import choose_backend
@@ -269,6 +269,7 @@ def _make_exact(model: Any, kinds: dict[str, type], rollout_tp: int) -> None:
         if hasattr(module, "linear_attn"):
             module.register_forward_pre_hook(pass_positions, with_kwargs=True)
     text_config(model.config)._attn_implementation = NAME
+    model.get_submodule(check_family(model.config).decoder).register_forward_pre_hook(keep_exact, with_kwargs=True)
 
 
 def _is_tower(name: str) -> bool:

@@ -21,6 +21,7 @@ from jetrl_patch.trainer.rules import (
     broken,
     deterministic,
     is_set,
+    kv_cache_problems,
     other_than,
     raised,
     temperature,
@@ -106,6 +107,7 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     if config.mode.scales_loss:
         required, fix = "a precision without a loss scale", "use another precision"
         yield ConfigError(explain("precision with TRL", required=required, found=repr(config.precision), fix=fix))
+    yield from kv_cache_problems(config)
     args = arguments.get("args")
 
     def select(path: str) -> Any:

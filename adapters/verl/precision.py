@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jetrl_patch import registry
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, REF, ROLLOUT, Select, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
@@ -19,6 +18,7 @@ from jetrl_patch.trainer.rules import (
     broken,
     check_torchao,
     is_set,
+    kv_cache_problems,
     other_than,
     positive,
     raised,
@@ -99,7 +99,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         yield from broken(HEAD_RULES + (() if config.exact else FUSED_RULES), select, config, named)
     if config.kv_cache == "fp8":
         yield from broken(KV_RULES, select, config, named, "kv_cache='fp8'")
-        yield from raised(lambda: registry.rollout().check_kv_cache(config.exact))
+    yield from kv_cache_problems(config)
 
 
 def wanted(config: Config) -> dict[str, Any]:

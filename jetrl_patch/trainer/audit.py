@@ -115,10 +115,15 @@ def _stop_or_say(difference: str, config: Config) -> None:
 
 
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
-    """Describe the first token that differs: its sample, and its number among the tokens that count."""
+    """Describe the first token that differs: its sample, and its number among the tokens that count.
+
+    The number of samples with such tokens tells samples that were drawn differently from a trainer that computes differently.
+    """
     pi, mu = trainer.float().cpu(), rollout.float().cpu()
     counts = mask.bool().cpu()
-    row, position = (int(index) for index in (counts & ~bit_equal(pi, mu)).nonzero()[0])
+    differ = counts & ~bit_equal(pi, mu)
+    row, position = (int(index) for index in differ.nonzero()[0])
+    samples = f"in {int(differ.any(1).sum())} of {int(counts.any(1).sum())} samples"
     number = int(counts[row, :position].sum())
     sample = names[row] if row < len(names) else f"sample {row}"
     theirs, ours = mu[row, position].item(), f"{pi[row, position].item():.9g} in the trainer"
@@ -128,7 +133,7 @@ def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[
     return explain(
         f"log-prob of response token {number} of {sample}",
         required=required,
-        found=f"{ours} ({found.tokens - found.equal} of {found.tokens} tokens differ)",
+        found=f"{ours} ({found.tokens - found.equal} of {found.tokens} tokens differ, {samples})",
         fix=fix,
     )
 

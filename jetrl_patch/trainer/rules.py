@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jetrl_patch import registry
 from jetrl_patch._versions import EXTRAS
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain, split_fix
@@ -183,6 +184,12 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
         check()
     except JetrlError as error:
         yield error
+
+
+def kv_cache_problems(config: Config) -> Iterator[JetrlError]:
+    """Yield an error if the rollout is to have an FP8 KV cache, and this machine has none."""
+    if config.kv_cache == "fp8":
+        yield from raised(lambda: registry.rollout().check_kv_cache(config.exact))
 
 
 def adapter_problems(config: Config, used: str) -> Iterator[JetrlError]:

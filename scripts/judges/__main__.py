@@ -29,7 +29,9 @@ PAGE = ROOT / "docs" / "judges.md"
 
 
 def commit(checkout: Path) -> str:
-    """A checkout's commit and its date."""
+    """A checkout's commit and its date, or the version of an unpacked source distribution."""
+    if (about := checkout / "PKG-INFO").is_file():
+        return next(line for line in about.read_text().splitlines() if line.startswith("Version: ")).removeprefix("Version: ")
     words = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 

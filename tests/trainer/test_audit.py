@@ -50,7 +50,7 @@ def test_one_ulp_stops_the_run_with_the_token_and_both_values(batch, row, positi
     text = str(error.value)
     assert text.startswith(f"log-prob of response token {number} of {name}: required the rollout's ")
     assert f"{rollout[row, position].item():.9g}" in text and f"{changed[row, position].item():.9g} in the trainer" in text
-    assert "1 of 11 tokens differ" in text and len(text) < 300
+    assert "(1 of 11 tokens differ, in 1 of 3 samples)" in text and len(text) < 320
 
 
 def test_one_ulp_where_nothing_counts_is_no_difference(batch):

@@ -98,6 +98,26 @@ def test_checkpointing_and_fp32_masters_change_nothing(model):
     assert_checkpointing_and_fp32_masters_change_nothing(model, "model.layers.0.mlp.down_proj.weight")
 
 
+@torch.no_grad()
+def test_another_attention_or_mask_is_an_error(model):
+    ids = sequences(model)[1][None]
+    expected = model(input_ids=ids, use_cache=False).logits
+    with pytest.raises(ModelError, match=r"required a padding mask \[B, T\].*found a mask \[1, 1, 17, 17\]"):
+        model(input_ids=ids, attention_mask=torch.ones(1, 1, 17, 17, dtype=torch.bool).tril(), use_cache=False)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ModelError, match="attn_implementation of a model in exact mode: required jetrl_exact, found sdpa"):
+        model(input_ids=ids, use_cache=False)
+    model.set_attn_implementation("jetrl_exact")
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+
+
+@torch.no_grad()
+def test_embeddings_from_outside_are_those_of_the_rollout(model):
+    ids, embedding = sequences(model)[1][None], model.get_input_embeddings()
+    expected = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(model(inputs_embeds=embedding(ids).float(), use_cache=False).logits, expected)
+
+
 def test_linear_mode_changes_the_linears_alone():
     model = build("qwen3")
     names = prepare_model(model, Config(precision="fp8-unified", align="linear").resolved())

@@ -76,7 +76,7 @@ def test_an_inexact_step_in_exact_mode_is_not_silent(monkeypatch, caplog, on_mis
     config = Config(old_log_probs="recompute", on_mismatch=on_mismatch).resolved()
     monkeypatch.setattr(session, "active_config", lambda: config)
     logp, verl_config = -torch.rand(1, 4), OmegaConf.create({"algorithm": {}})
-    expected = r"log-prob of response token 0 of sample 0: required the rollout's .* \(4 of 4 tokens differ\)"
+    expected = r"log-prob of response token 0 of sample 0: required the rollout's .* \(4 of 4 tokens differ, in 1 of 1 samples\)"
     with pytest.raises(AuditError, match=expected) if on_mismatch == "stop" else contextlib.nullcontext():
         metrics.note_mismatch(verl_config, logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
     assert ("exact mode is not exact: log-prob of response token 0" in caplog.text) == (on_mismatch == "recompute")

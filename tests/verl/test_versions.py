@@ -54,7 +54,7 @@ def test_only_tokens_of_the_current_weights_are_held_to_equality(caplog):
     found = DRIVER.metrics
     assert found["jetrl/stale_fraction"] == pytest.approx(4 / 10) and found["jetrl/bit_equal_fraction_current"] == 1.0
     assert found["jetrl/bit_equal_fraction"] == pytest.approx(6 / 10) and not caplog.text
-    with pytest.raises(AuditError, match=r"response token 0 of sample 2: .*\(4 of 10 tokens differ\)"):
+    with pytest.raises(AuditError, match=r"response token 0 of sample 2: .*\(4 of 10 tokens differ, in 1 of 3 samples\)"):
         metrics.note_mismatch(CONFIG, other, logp, mask, torch.tensor([True, True, True]))  # a second batch of the step
     assert DRIVER.metrics["jetrl/tokens"] == 20 and DRIVER.metrics["jetrl/stale_fraction"] == pytest.approx(4 / 20)
     assert DRIVER.metrics["jetrl/bit_equal_fraction_current"] == pytest.approx(12 / 16)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.campaigns.combinations.__main__ import judged, run, wrong
+from tests.campaigns.combinations.__main__ import judged, run, wrong, wrong_refusal
 from tests.campaigns.combinations.draw import combination
 from tests.trl import LIMIT, needs_trl
 
 pytestmark = [needs_trl, pytest.mark.timeout(2 * LIMIT)]
 
 #: seeds whose runs were wrong once -> what was wrong
-MENDED: dict[int, str] = {}
+MENDED = {61: "kv_cache='fp8' on a processor without an FP8 KV cache ended the run when the engine was built"}
 
 
 def test_each_is_accepted_or_refused_in_one_sentence_or_two() -> None:
@@ -29,5 +29,5 @@ def test_a_seed_stands_for_one_combination() -> None:
 @pytest.mark.parametrize("seed", MENDED)
 def test_what_was_wrong_once_is_right(seed: int) -> None:
     case = combination(seed)
-    error, log, _ = run(case)
-    assert not wrong(case, error, log)
+    (_, said), (error, log, seconds) = judged([case])[seed], run(case)
+    assert not (wrong_refusal(said, error, seconds) if said else wrong(case, error, log))
