@@ -74,7 +74,6 @@ RULES: tuple[Rule, ...] = (
     Rule("neftune_noise_alpha", is_set, "embeddings without noise, as in the rollout", "unset it", "exact"),
     Rule("sync_ref_model", is_set, f"a fixed reference model {_UNTESTED}", "set it to False", "quantized"),
     Rule("repetition_penalty", other_than(1), _LOGITS, "set it to 1.0", "exact"),
-    Rule("vllm_structured_outputs_regex", is_set, _LOGITS, "unset it", "exact"),
     *temperature("temperature"),
     Rule("temperature", _is_divided_otherwise, "1.0 before TRL 1.14, which divides logits otherwise than vLLM",
          "set it to 1.0, or install trl>=1.14", "exact"),
@@ -121,9 +120,9 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
         tools, ratio = tools_of(arguments), "vllm_importance_sampling_correction"
         corrected = ratio if getattr(args, ratio, False) else ""
         needs = support.lacking(args, tools)
-        given = f"{configuration}'s generation_kwargs[{{!r}}]".format
-        yield from registry.rollout().parameter_problems(args.generation_kwargs or {}, config, given)
-        yield from trainer_support.problems(support.select_of(args), config, f"{configuration}'s {{}}".format, needs, corrected)
+        named = support.names_of(args, configuration)
+        yield from registry.rollout().parameter_problems(args.generation_kwargs or {}, config, named)
+        yield from trainer_support.problems(support.select_of(args), config, named, needs, corrected)
     if args is None and config.quantized_rollout:
         required, fix = f"a {configuration} with use_vllm=True", "pass one as args"
         yield ConfigError(explain(kind, required=required, found="none", fix=fix))

@@ -6,7 +6,7 @@ The engine's outputs have it, TRL's trainers drop it, and a model's forward take
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,27 @@ if TYPE_CHECKING:
 SIZES, IDS = "jetrl_support_sizes", "jetrl_support_ids"
 
 
+#: vLLM's name -> TRL's
+_OWN = {"structured_outputs": "vllm_structured_outputs_regex"}
+
+
 def select_of(args: Any) -> Select:
-    """The settings of a configuration for its rollout, by name; None for those of a rollout without vLLM."""
-    return lambda name: getattr(args, name, None) if getattr(args, "use_vllm", False) else None
+    """The settings of a configuration for its rollout, by vLLM's name; None for those of a rollout without vLLM."""
+
+    def select(name: str) -> Any:
+        return (getattr(args, "generation_kwargs", None) or {}).get(name, getattr(args, _OWN.get(name, name), None))
+
+    return select if getattr(args, "use_vllm", False) else lambda name: None
+
+
+def names_of(args: Any, configuration: str) -> Callable[[str], str]:
+    """The user's name of a setting, by vLLM's."""
+
+    def name(key: str) -> str:
+        given = key in (args.generation_kwargs or {})
+        return f"{configuration}'s " + (f"generation_kwargs[{key!r}]" if given else _OWN.get(key, key))
+
+    return name
 
 
 def lacking(args: Any, tools: Sequence[str]) -> dict[str, bool]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.trainer.support import BANS
 
 #: a framework's own settings of these names say what the trainer follows, and how many numbers the framework expects
 OWN = "temperature top_p top_k min_p n logprobs"
@@ -31,7 +32,7 @@ FREE: dict[str, str] = {
 EDITS: dict[str, str] = {
     "adds to logits, by what was generated before": "repetition_penalty presence_penalty frequency_penalty",
     "adds to the logits of some tokens": "logit_bias",
-    "bans tokens, at some places": "min_tokens bad_words allowed_token_ids structured_outputs thinking_token_budget",
+    "makes the model end its thoughts": "thinking_token_budget",
     "draws with another sampler": "watermarking",
     "replaces what was drawn": "trace_decode_token_ids",
     "is read by extensions of vLLM": "extra_args",
@@ -41,15 +42,16 @@ EDITS: dict[str, str] = {
 def parameter_problems(given: Mapping[str, Any], config: Config, name: Callable[[str], str]) -> Iterator[JetrlError]:
     """Yield an error for each sampling parameter of a user that exact mode does not follow.
 
-    ``given`` holds those that a framework passes to vLLM past its own settings, ``name`` returns the user's name of one.
+    ``given`` holds those that a framework passes to vLLM past its own settings, ``name`` returns the user's name of one. The
+    framework brings what the engine records of those that ban tokens (``trainer.support``).
     """
     if not config.exact:
         return
-    free = {parameter for names in FREE.values() for parameter in names.split()}
+    followed = {parameter for names in FREE.values() for parameter in names.split()} | set(BANS)
     why = {parameter: reason for reason, names in EDITS.items() for parameter in names.split()}
     why |= dict.fromkeys(OWN.split(), "has a setting of the framework's own")
     for parameter, value in given.items():
-        if parameter not in free:
+        if parameter not in followed:
             what = f"{name(parameter)} with precision={config.precision!r}, align='exact'"
             required = f"no such parameter (it {why.get(parameter, 'is unknown')})"
             yield ConfigError(explain(what, required=required, found=repr(value), fix="drop it, or use align='linear'"))

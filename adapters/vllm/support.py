@@ -2,7 +2,8 @@
 
 vLLM has a record of its own, the sampling masks, for engines with the V2 runner in which every request has a top-k. Everything
 behind the runner, from the scheduler to ``CompletionOutput.sampling_mask``, serves both. Here the runners record the tokens of
-requests with top-k, top-p or min-p, and nothing for the others.
+requests with top-k, top-p or min-p, and nothing for the others. The V1 runner also records what banned tokens leave, as the ids
+of ``exact.support.Support``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 #: the last step's sampling masks, on the runner's sampler
 _LAST: Attached[Any] = Attached("_jetrl_masks", "what Sampler.forward returns to the runner has no field for them")
+#: whether a grammar bans tokens in this step, on the same
+_GRAMMAR: Attached[bool] = Attached("_jetrl_grammar", "the runner has applied it to the logits that the sampler gets")
+#: whether tokens were banned in any step, on the same. From then on each step has a record, because some bans end early
+_BANNED: Attached[bool] = Attached("_jetrl_banned", "of earlier steps, the sampler's arguments do not tell")
 
 
 @replacement
@@ -52,21 +57,36 @@ def v2_sampler_call(original: Any, self: Any, logits: Tensor, input_batch: Any) 
 
 @replacement
 def sampler_sample(original: Any, self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap V1's ``Sampler.sample``: keep the tokens of each request that limits them, if it asked for log-probs."""
-    limited = _limited(sampling_metadata, logits)
+    """Wrap V1's ``Sampler.sample``: keep the tokens of each request that leaves some out, if it asked for log-probs."""
+    limited, bans = _limited(sampling_metadata, logits), _bans(sampling_metadata) or bool(_GRAMMAR.get(self))
+    if bans:
+        _BANNED.set(self, True)
     sampled, log_probs = original(self, logits, sampling_metadata, *args, **kwargs)
-    _LAST.set(self, None if limited is None or log_probs is None else _masks(log_probs, limited))
+    masks = None
+    if log_probs is not None and (limited is not None or bans):
+        masks = _masks(log_probs, None if bans else limited)
+    elif log_probs is not None and _BANNED.get(self):
+        masks = _no_masks(len(log_probs))
+    _LAST.set(self, masks)
     return sampled, log_probs
 
 
 @replacement
-def sample_tokens(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def sample_tokens(original: Any, self: Any, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap V1's ``GPUModelRunner.sample_tokens``: its output, which may still be on its way from the GPU, gets the masks."""
     _LAST.set(self.sampler, None)
-    output = original(self, *args, **kwargs)
+    _GRAMMAR.set(self.sampler, grammar_output is not None)
+    output = original(self, grammar_output, *args, **kwargs)
     if (masks := _LAST.get(self.sampler)) is not None:
         getattr(output, "_model_runner_output", output).sampling_masks = masks
     return output
+
+
+def _bans(metadata: Any) -> bool:
+    """Whether a request bans tokens now: bad words, all but allowed ones, or the end before ``min_tokens``."""
+    processors = metadata.logitsprocs.non_argmax_invariant
+    ends = any(getattr(processor, "min_toks", None) for processor in processors)
+    return ends or bool(metadata.bad_words_token_ids) or metadata.allowed_token_ids_mask is not None
 
 
 def _limited(metadata: Any, logits: Tensor) -> Tensor | None:
@@ -81,12 +101,27 @@ def _limited(metadata: Any, logits: Tensor) -> Tensor | None:
     return found
 
 
-def _masks(log_probs: Tensor, limited: Tensor) -> Any:
-    """vLLM's ``SamplingMaskLists`` of log-probs [n, V], which are −inf for tokens left out. The host waits for the device."""
+def _masks(log_probs: Tensor, limited: Tensor | None) -> Any:
+    """vLLM's ``SamplingMaskLists`` of log-probs [n, V], which are −inf for tokens left out. The host waits for the device.
+
+    ``limited`` [n]: the requests of which there is anything to record; None for all.
+    """
+    import numpy as np
+    import torch
+    from vllm.v1.outputs import SamplingMaskLists
+
+    kept = log_probs > -float("inf")
+    bans = kept.sum(1, keepdim=True) > log_probs.shape[1] // 2  # then those that were left out are fewer
+    named = kept ^ bans if limited is None else (kept ^ bans) & limited.unsqueeze(1)
+    rows, tokens = named.nonzero().unbind(1)
+    offsets = np.zeros(len(named) + 1, dtype=np.int64)
+    np.cumsum(named.sum(1).cpu().numpy(), out=offsets[1:])
+    return SamplingMaskLists(torch.where(bans[rows, 0], ~tokens, tokens).int().cpu().numpy(), offsets)
+
+
+def _no_masks(requests: int) -> Any:
+    """Those of a step in which no request leaves out a token."""
     import numpy as np
     from vllm.v1.outputs import SamplingMaskLists
 
-    kept = (log_probs > -float("inf")) & limited.unsqueeze(1)
-    offsets = np.zeros(len(kept) + 1, dtype=np.int64)
-    np.cumsum(kept.sum(1).cpu().numpy(), out=offsets[1:])
-    return SamplingMaskLists(kept.nonzero()[:, 1].int().cpu().numpy(), offsets)
+    return SamplingMaskLists(np.zeros(0, dtype=np.int32), np.zeros(requests + 1, dtype=np.int64))

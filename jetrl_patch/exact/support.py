@@ -1,4 +1,4 @@
-"""The tokens that each token was drawn from, if top-k, top-p or min-p left out others.
+"""The tokens that each token was drawn from, if others were left out: by top-k, top-p or min-p, or because they were banned.
 
 A log-prob under such a distribution is the log-softmax over these tokens alone. The rollout records them: after an update, the
 trainer's logits would select others.
@@ -25,8 +25,9 @@ class Support:
     """The supports of several tokens, one after another.
 
     Attributes:
-        counts: int64 [rows], the size of each token's support; 0 for a token that was drawn from the whole vocabulary.
-        ids: int64 [sum of counts], the token ids in them.
+        counts: int64 [rows], how many ids each token has; 0 for a token that was drawn from the whole vocabulary.
+        ids: int64 [sum of counts]: of each token, the ids that it was drawn from, or ``~id`` of those that were left out if these
+            are fewer.
     """
 
     counts: Tensor
@@ -34,7 +35,7 @@ class Support:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Support:
-        """The supports of tokens, from lists of token ids; an empty list is the whole vocabulary."""
+        """The supports of tokens, from a list of ``ids`` for each; an empty list is the whole vocabulary."""
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         return cls(counts, torch.tensor([token for row in rows for token in row], dtype=torch.int64))
 
@@ -63,8 +64,8 @@ class Support:
         if tokens.shape != self.counts.shape:
             found = f"{len(self.counts)} for {len(tokens)} tokens"
         else:
-            hit = torch.zeros_like(self.counts).index_add_(0, self._rows, (self.ids == tokens[self._rows]).long())
-            missing = int(((self.counts > 0) & (hit != 1)).sum())
+            hit = torch.zeros_like(self.counts).index_add_(0, self._rows, (self._tokens == tokens[self._rows]).long())
+            missing = int(((self.counts > 0) & (hit != (~self._bans).long())).sum())
             if not missing:
                 return self
             found = f"{missing} of {len(tokens)} tokens that are not in theirs"
@@ -77,9 +78,9 @@ class Support:
         first = part.start or 0
         height, width = logits.shape
         inside = (rows >= first) & (rows < first + height)
-        place = torch.where(inside, (rows - first) * width + self.ids, height * width)  # the others have a place behind the last
-        kept = torch.zeros(height * width + 1, dtype=torch.bool, device=logits.device).index_fill_(0, place, True)
-        outside = kept[:-1].view(height, width).logical_not_() & (counts > 0).unsqueeze(1)
+        place = torch.where(inside, (rows - first) * width + self._tokens, height * width)  # others: a place behind the last
+        named = torch.zeros(height * width + 1, dtype=torch.bool, device=logits.device).index_fill_(0, place, True)
+        outside = (named[:-1].view(height, width) == self._bans[part].unsqueeze(1)) & (counts > 0).unsqueeze(1)
         return logits.masked_fill(outside, BANNED)
 
     @functools.cached_property
@@ -87,6 +88,16 @@ class Support:
         """The row [sum of counts] of each id."""
         every = torch.arange(len(self.counts), device=self.counts.device)
         return every.repeat_interleave(self.counts, output_size=len(self.ids))
+
+    @functools.cached_property
+    def _tokens(self) -> Tensor:
+        """The token [sum of counts] of each id."""
+        return torch.where(self.ids < 0, ~self.ids, self.ids)
+
+    @functools.cached_property
+    def _bans(self) -> Tensor:
+        """Whether the ids of a token [rows] are those that were left out."""
+        return torch.zeros_like(self.counts, dtype=torch.bool).index_fill_(0, self._rows[self.ids < 0], True)
 
 
 def placed(pieces: Iterable[tuple[int, Support]], rows: int) -> Support:

@@ -1,9 +1,9 @@
 """Rollouts that draw from another distribution than a temperature alone makes: which do, and what else then has to be so.
 
-top-k, top-p and min-p leave out tokens, and penalties change logits. The rollout returns log-probs after both. In exact mode the
-trainer leaves out the same tokens (``exact.support``), if it learns which they were. Otherwise it computes log-probs over the
-whole vocabulary: a ratio of both would then compare two distributions, whatever the precision, so a correction by it is refused;
-a metric of their difference is marked.
+top-k, top-p, min-p and bans leave out tokens, and penalties change logits. The rollout returns log-probs after both. In exact
+mode the trainer leaves out the same tokens (``exact.support``), if it learns which they were. Otherwise it computes log-probs
+over the whole vocabulary: a ratio of both would then compare two distributions, whatever the precision, so a correction by it is
+refused; a metric of their difference is marked.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from jetrl_patch import registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-#: vLLM's name of a setting -> the values with which it changes nothing
-_LIMITS: Mapping[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
-_PENALTIES: Mapping[str, tuple[float | None, ...]] = {
-    "repetition_penalty": (None, 1), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
+#: vLLM's name of a setting that bans tokens -> the values with which it changes nothing
+BANS: Mapping[str, tuple[Any, ...]] = {
+    "min_tokens": (None, 0), "bad_words": (None, []), "allowed_token_ids": (None,), "structured_outputs": (None,),
+}  # fmt: skip
+_LIMITS: Mapping[str, tuple[Any, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0), **BANS}
+#: the same of one that changes logits
+_CHANGES: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1), "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}),
 }  # fmt: skip
 #: the key of a sample that brings what its tokens were drawn from, as ``exact.support.Support.pack`` makes it
 KEY = "jetrl_support"
 #: how to leave out nothing
-ALL = "set top_p to 1, top_k to 0 and min_p to 0"
+ALL = "draw from all tokens (top_p=1, top_k=0, min_p=0, no bans)"
 
 #: the value of a framework's setting by vLLM's name; None without one
 Select = Callable[[str], Any]
@@ -35,8 +39,8 @@ def limits(select: Select) -> dict[str, Any]:
 
 
 def reshapes(select: Select) -> dict[str, Any]:
-    """These, and the penalties: all settings but the temperature that change the distribution of a token."""
-    return limits(select) | {name: value for name, off in _PENALTIES.items() if (value := select(name)) not in off}
+    """These, penalties and biases: all settings but the temperature that change the distribution of a token."""
+    return limits(select) | {name: value for name, off in _CHANGES.items() if (value := select(name)) not in off}
 
 
 def marks(select: Select, config: Config) -> dict[str, float]:
@@ -69,5 +73,5 @@ def problems(
             yield error
     elif corrected:
         required = f"a rollout that draws by the temperature alone, as the trainer assumes, for the ratios of {corrected}"
-        fix = f"{ALL}, drop penalties, or turn the correction off"
+        fix = f"{ALL} without penalties, or turn the correction off"
         yield ConfigError(explain(what, required=required, found=values, fix=fix))

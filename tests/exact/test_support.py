@@ -16,13 +16,19 @@ ROWS, V = 53, 300
 
 @pytest.fixture
 def given():
-    """Logits, supports of 1 to V tokens (and whole vocabularies among them), and a label inside each."""
+    """Logits, supports of 1 to V tokens (and whole vocabularies among them), and a label inside each.
+
+    A third of them, of nearly the whole vocabulary, are given by what they leave out.
+    """
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(ROWS, V, generator=generator) * 3
     sizes = [0, 1, V, *torch.randint(1, 40, (ROWS - 3,), generator=generator).tolist()]
+    sizes[5::3] = [V - size for size in sizes[5::3]]
     rows = [torch.randperm(V, generator=generator)[:size].tolist() for size in sizes]
     labels = torch.tensor([row[0] if row else 7 for row in rows])
-    return logits, Support.of(rows), labels, rows
+    ids = list(rows)
+    ids[5::3] = [[~token for token in range(V) if token not in row] for row in rows[5::3]]
+    return logits, Support.of(ids), labels, rows
 
 
 def oracle(logits, rows, labels, temperature):
@@ -98,10 +104,10 @@ def test_a_record_of_other_tokens_is_an_error(given):
     assert support.require(labels, "a test") is support
     with pytest.raises(AuditError, match=r"sampling supports of a test: required one for each token, found 52 for 53 tokens"):
         Support.of(rows[:-1]).require(labels, "a test")
-    outside = next(token for token in range(V) if token not in rows[9])
-    labels[9] = outside
-    with pytest.raises(AuditError, match=r"found 1 of 53 tokens that are not in theirs"):
-        support.require(labels, "a test")
+    for number, row in enumerate((9, 8), 1):  # a list of what it is drawn from, and one of what is left out
+        labels[row] = next(token for token in range(V) if token not in rows[row])
+        with pytest.raises(AuditError, match=rf"found {number} of 53 tokens that are not in theirs"):
+            support.require(labels, "a test")
 
 
 @pytest.mark.parametrize("skipped", [0, 3])

@@ -109,7 +109,8 @@ def test_exactness_is_judged_by_samples_of_the_weights_in_force(monkeypatch, cap
     assert found["jetrl/bit_equal_fraction"] == pytest.approx(4 / 6)
     assert found["jetrl/stale_fraction"] == pytest.approx(2 / 3) and found["jetrl/bit_equal_fraction_current"] == 1.0
     assert not caplog.records
-    with pytest.raises(AuditError, match=r"response token 1 of a sample of prompt '2 \+ 2': .*\(1 of 2 tokens differ, in 1 of 1 samples\)"):
+    said = r"response token 1 of a sample of prompt '2 \+ 2': .*\(1 of 2 tokens differ, in 1 of 1 samples\)"
+    with pytest.raises(AuditError, match=said):
         noted(experience(2, 2, [-1.0, -2.5]))
     monkeypatch.setattr(session, "active_config", lambda: EXACT.replace(on_mismatch="recompute"))
     assert noted(experience(2, 2, [-1.0, -2.5]))["jetrl/bit_equal_fraction_current"] == 0.5

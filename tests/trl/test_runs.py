@@ -57,6 +57,19 @@ def test_trls_defaults_are_exact_and_a_checkpoint_keeps_the_settings(tmp_path: P
             assert_exact(json.loads((tmp_path / "log.json").read_text())[-2])
 
 
+@pytest.mark.skipif(not LIMITS, reason="needs trl>=1.15")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"vllm_structured_outputs_regex": "[a-z0-9+= ]{6,40}", "top_p": 0.9, "generation_kwargs": {"bad_words": ["1", "="]}},
+        pytest.param({"generation_kwargs": {"min_tokens": 5, "stop": ["2", "3"]}}, marks=pytest.mark.slow),
+    ],
+)
+def test_banned_tokens(tmp_path: Path, given: dict[str, Any]) -> None:
+    for line in steps_of(train(tmp_path, EXACT, {**given, "beta": 0.04}), 3):
+        assert_exact(line)
+
+
 def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         **LIMITS,

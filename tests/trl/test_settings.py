@@ -31,7 +31,8 @@ UNCORRECTED = {"vllm_importance_sampling_correction": False}
 #: why a setting needs no rule -> settings
 HARMLESS = {
     "weighs a loss of the trainer's own experts": "router_aux_loss_coef",
-    "the trainer leaves out what the rollout left out, or a correction is refused": "top_p top_k min_p",
+    "the trainer leaves out what the rollout left out, or a correction is refused": "top_p top_k min_p "
+    "vllm_structured_outputs_regex",
     "the adapter of vLLM has a table of its keys": "generation_kwargs",
     "read where it is needed": "vllm_mode trust_remote_code vllm_tensor_parallel_size steps_per_generation num_iterations beta "
     "vllm_importance_sampling_correction gradient_accumulation_steps resume_from_checkpoint output_dir full_determinism",
@@ -80,9 +81,17 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     (UNIFIED, {}, {}, None),
     (UNIFIED, {"temperature": 0.7, "generation_kwargs": {"seed": 3, "stop": ["."]}, "top_k": -1, "min_p": 0.0}, {}, None),
     (UNIFIED, LIMITS, {}, None),
+    (UNIFIED, {"vllm_structured_outputs_regex": "a+", "generation_kwargs": {"min_tokens": 2, "bad_words": ["a"]}}, {}, None),
+    (UNIFIED, {"vllm_structured_outputs_regex": "a+", "vllm_mode": "server"}, {}, "ConfigError: GRPOConfig's "
+     "vllm_structured_outputs_regex with precision='fp8-unified', align='exact': required vllm_mode='colocate', found "),
+    *(
+        (mode, {"generation_kwargs": {name: value}}, {}, f"ConfigError: GRPOConfig's generation_kwargs[{name!r}] with precision=")
+        for mode in (LINEAR, {"precision": "bf16"})
+        for name, value in (("min_tokens", 2), ("logit_bias", {"1": 2}), ("top_p", 0.9))
+    ),
     (UNIFIED, {**LIMITS, "vllm_mode": "server"}, {},
      "ConfigError: GRPOConfig's top_p and GRPOConfig's top_k and GRPOConfig's min_p with precision='fp8-unified', "
-     "align='exact': required vllm_mode='colocate', found top_p=0.9, top_k=20, min_p=0.1. Change that, set top_p to 1, "),
+     "align='exact': required vllm_mode='colocate', found top_p=0.9, top_k=20, min_p=0.1. Change that, draw from all "),
     (UNIFIED, {"top_k": 20}, {"tools": [1]}, "ConfigError: GRPOConfig's top_k with precision='fp8-unified', align='exact': "
      "required no tools or environments, found top_k=20. "),
     (LINEAR, {**LIMITS, **UNCORRECTED, "repetition_penalty": 1.1}, {}, None),
@@ -92,8 +101,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     *(
         (mode, {"top_p": 0.9}, {}, f"ConfigError: GRPOConfig's top_p with precision='{mode['precision']}', align='{align}': "
          "required a rollout that draws by the temperature alone, as the trainer assumes, for the ratios of "
-         "vllm_importance_sampling_correction, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, drop penalties, "
-         "or turn the correction off.")
+         "vllm_importance_sampling_correction, found top_p=0.9. Draw from all tokens (top_p=1, top_k=0, min_p=0, "
+         "no bans) without penalties, or turn the correction off.")
         for mode, align in ((LINEAR, "linear"), ({"precision": "bf16"}, "none"), ({"precision": "fp8-rollout"}, "none"))
     ),
     ({"precision": "bf16"}, {"use_vllm": False, "top_p": 0.9, "fp16": True}, {"peft_config": 1}, None),
@@ -116,7 +125,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
             ("use_liger_kernel", True, "ConflictError"), ("cast_lm_head_to_fp32", True, "ConflictError"),
             ("neftune_noise_alpha", 5.0, "ConfigError"),
             ("sync_ref_model", True, "ConfigError"), ("repetition_penalty", 1.1, "ConfigError"),
-            ("vllm_structured_outputs_regex", "a", "ConfigError"),
             ("temperature", 0.001, "ConfigError"), ("model_init_kwargs", {"use_kernels": True}, "ConfigError"),
             ("model_init_kwargs", {"dtype": "float16"}, "ConfigError"), ("bf16_full_eval", True, "ConfigError"),
             ("fp16_full_eval", True, "ConfigError"),

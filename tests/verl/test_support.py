@@ -42,7 +42,7 @@ def test_what_exact_mode_needs(said: Any) -> None:
     ):
         (text,) = said(EXACT, *limits, override)
         assert text.startswith(f"verl setting {R}.top_p and verl setting {R}.top_k and verl setting {R}.min_p with precision=")
-        assert f"required {required}, found top_p=0.9, top_k=20, min_p=0.1. Change that, set top_p to 1, top_k to 0" in text
+        assert f"required {required}, found top_p=0.9, top_k=20, min_p=0.1. Change that, draw from all tokens (" in text
 
 
 @pytest.mark.parametrize("config", [LINEAR, Config(precision="bf16"), Config(precision="fp8-rollout")])
@@ -51,7 +51,7 @@ def test_a_correction_by_ratios_of_two_distributions_is_refused_in_every_precisi
     assert said(config, f"{R}.top_p=0.9") == said(config, f"{section}.rollout_is=token") == []
     for override in ("rollout_is=token", "rollout_rs=seq_mean_k1", "bypass_mode=True"):
         (text,) = said(config, f"{R}.top_p=0.9", f"{section}.{override}")
-        assert f"for the ratios of {section}, found top_p=0.9. Set top_p to 1, top_k to 0 and min_p to 0, drop" in text
+        assert f"for the ratios of {section}, found top_p=0.9. Draw from all tokens (top_p=1, " in text
         (text,) = said(config, f"+{R}.presence_penalty=0.1", f"{section}.{override}")
         assert "found presence_penalty=0.1" in text
 

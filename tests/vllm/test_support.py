@@ -11,7 +11,7 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.exact.support import Support
-from jetrl_patch.measure.parity import Draw, Full, Job
+from jetrl_patch.measure.parity import Draw, Full, Job, Sample
 
 from .. import models
 from .test_exact import apart, assert_equal, prompts_of, run
@@ -43,6 +43,37 @@ def test_requests_that_limit_tokens_in_several_ways(checkpoint: Callable[..., st
             assert int(sample.support.counts.min()) == sample.draw.top_k
     sizes = torch.cat([sample.support.counts for sample in samples if sample.support is not None])
     assert int(sizes.min()) == 1 < int(sizes.max())
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_requests_that_ban_tokens(checkpoint: Callable[..., str], engine: Any, batch: int) -> None:
+    """Few or many allowed tokens, no end before some tokens, all with and without top-p, and requests without a ban."""
+    from vllm import SamplingParams
+
+    job = job_of(checkpoint("qwen3"), (Draw(),))
+    llm, prompts = engine(job), prompts_of(32, (1, 40))
+    stops = list(range(200, 380))
+    bans: list[dict[str, Any]] = [
+        {"allowed_token_ids": list(range(5, 380, 7))}, {"allowed_token_ids": list(range(9, 384))}, {},
+        {"min_tokens": 6, "stop_token_ids": stops}, {"min_tokens": 9, "stop_token_ids": stops, "top_p": 0.9},
+    ]  # fmt: skip
+    fixed = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(**bans[i % len(bans)], **fixed) for i in range(len(prompts))]
+    outputs = []
+    for first in range(0, len(prompts), batch):
+        part = slice(first, first + batch)
+        outputs += llm.generate([{"prompt_token_ids": ids} for ids in prompts[part]], params[part], use_tqdm=False)
+    samples = []
+    for i, output in enumerate(outputs):
+        done, given = output.outputs[0], bans[i % len(bans)]
+        support = Support.of(done.sampling_mask.token_ids).require(torch.tensor(done.token_ids), "a response")
+        log_probs = [entry[token].logprob for entry, token in zip(done.logprobs, done.token_ids, strict=True)]
+        samples.append(Sample(list(output.prompt_token_ids), list(done.token_ids), log_probs, support=support))
+        if least := given.get("min_tokens"):
+            assert len(done.token_ids) > least and not set(done.token_ids[:least]) & set(stops)
+        assert support.counts.any() == bool(given)
+    assert_equal(job, samples, tokens=200)
+    assert apart(job, [replace(sample, support=None) for sample in samples]).bit_equal_fraction < 0.9
 
 
 @pytest.mark.parametrize("cached", [True, False])
