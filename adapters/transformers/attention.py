@@ -178,15 +178,8 @@ def exact_attention(
     return out.view(B, T, H, -1), None
 
 
-def keep_exact(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A hook before the decoder's forward: refuse another attention, and round embeddings to BF16, as the rollout's are.
-
-    ``set_attn_implementation`` of a converted model would leave exact mode without a word.
-    """
-    chosen: Any = decoder.config._attn_implementation
-    if chosen != NAME:
-        fix = "convert the model after the last change of its attention"
-        raise ModelError(explain("attn_implementation of a model in exact mode", required=NAME, found=chosen, fix=fix))
+def round_embeddings(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A hook before the decoder's forward: embeddings that a caller has made are in BF16, as the rollout's are."""
     embeddings = kwargs.get("inputs_embeds")
     return args, kwargs if embeddings is None else {**kwargs, "inputs_embeds": embeddings.to(torch.bfloat16)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch import session
-from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention, keep_exact
+from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention, round_embeddings
 from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm, pass_positions
 from jetrl_patch.adapters.transformers.fused import fuse, rotate_together
 from jetrl_patch.backends import choose_backend
@@ -27,7 +28,7 @@ from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear
-from jetrl_patch.models.families import ABSORBED, covering
+from jetrl_patch.models.families import ABSORBED, covering, record_of
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
 from jetrl_patch.models.structure import check_device, text_config
@@ -182,6 +183,7 @@ def prepare_model(
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     if expert_modules(model):  # the plugin's implementation, in FP8 or in BF16
         model.config._experts_implementation = EXPERTS
+        _keep(model, "_experts_implementation")
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
@@ -269,7 +271,29 @@ def _make_exact(model: Any, kinds: dict[str, type], rollout_tp: int) -> None:
         if hasattr(module, "linear_attn"):
             module.register_forward_pre_hook(pass_positions, with_kwargs=True)
     text_config(model.config)._attn_implementation = NAME
-    model.get_submodule(check_family(model.config).decoder).register_forward_pre_hook(keep_exact, with_kwargs=True)
+    _keep(model, "_attn_implementation")
+    _decoder(model).register_forward_pre_hook(round_embeddings, with_kwargs=True)
+
+
+def _decoder(model: Any) -> nn.Module:
+    found: nn.Module = model.get_submodule(record_of(model.config).decoder)
+    return found
+
+
+def _keep(model: Any, setting: str) -> None:
+    """Let each forward pass require that a setting of the configuration is what it is now.
+
+    transformers can change these of a model that is built (``set_attn_implementation``), which would undo a part of its
+    conversion without a word.
+    """
+    kept = getattr(text_config(model.config), setting)
+    _decoder(model).register_forward_pre_hook(partial(_require_kept, setting, kept))
+
+
+def _require_kept(setting: str, kept: str, decoder: Any, _args: Any) -> None:
+    if (found := getattr(decoder.config, setting)) != kept:
+        fix = "convert the model after the last change of it"
+        raise ModelError(explain(f"{setting[1:]} of a converted model", required=kept, found=found, fix=fix))
 
 
 def _is_tower(name: str) -> bool:

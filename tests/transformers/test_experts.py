@@ -122,6 +122,9 @@ def test_linear_mode_keeps_transformers_router():
     ids = sequences(model)[1][None]
     plain = build("qwen3_moe")(input_ids=ids, use_cache=False).logits
     assert 5 < sqnr(model(input_ids=ids, use_cache=False).logits.detach(), plain.detach()) < 40
+    model.set_experts_implementation("eager")
+    with pytest.raises(ModelError, match="experts_implementation of a converted model: required jetrl_fp8, found eager"):
+        model(input_ids=ids, use_cache=False)
 
 
 @pytest.mark.parametrize(

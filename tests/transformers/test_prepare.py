@@ -105,7 +105,7 @@ def test_another_attention_or_mask_is_an_error(model):
     with pytest.raises(ModelError, match=r"required a padding mask \[B, T\].*found a mask \[1, 1, 17, 17\]"):
         model(input_ids=ids, attention_mask=torch.ones(1, 1, 17, 17, dtype=torch.bool).tril(), use_cache=False)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ModelError, match="attn_implementation of a model in exact mode: required jetrl_exact, found sdpa"):
+    with pytest.raises(ModelError, match="attn_implementation of a converted model: required jetrl_exact, found sdpa"):
         model(input_ids=ids, use_cache=False)
     model.set_attn_implementation("jetrl_exact")
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)

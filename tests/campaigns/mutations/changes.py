@@ -150,7 +150,7 @@ GROUPS = (
     Group(
         f"{_CORE}/exact/support.py", ("tests/exact/test_support.py",),
         (
-            ("missing = int(((self.counts > 0) & (hit != 1)).sum())", "missing = int(((self.counts > 0) & (hit > 1)).sum())"),
+            ("& (hit != (~self._bans).long())", "& (hit > 1)"),
             ("inside = (rows >= first) & (rows < first + height)", "inside = rows < first + height"),
             ("& (counts > 0).unsqueeze(1)", "& (counts >= 0).unsqueeze(1)"),
         ),
