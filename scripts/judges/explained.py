@@ -39,21 +39,22 @@ _OF_MODELS = {
     "reads results with NumPy, which has no BF16": ("test_determinism",),
 }  # fmt: skip
 EXPLAINED = (
-    *(
-        Explained(_MODELS, f"*{part}*", _EXACT, "failed", why) for why, parts in _OF_MODELS.items() for part in parts
-    ),
+    *(Explained(_MODELS, f"*{part}*", _EXACT, "failed", why) for why, parts in _OF_MODELS.items() for part in parts),
     Explained(_MODELS, "*padding_matches_padding_free*", _EXACT, "passed", "passes: no bit of an exact model depends on padding"),
-    Explained(
-        "vLLM determinism, qwen3_vl", "*video*", _EXACT, "failed", "sends videos, which exact mode refuses by name"
-    ),
+    Explained("vLLM determinism, qwen3_vl", "*video*", _EXACT, "failed", "sends videos, which exact mode refuses by name"),
     Explained(
         "vLLM determinism*", "*::test_logprobs_without_batch_invariance_should_fail*", _EXACT, "failed",
         "passes only if log-probs depend on the batch, which a stock engine's do and an exact engine's do not",
     ),
     Explained(
         "TRL, vLLM", "*", ("bf16", *_EXACT), "passed",
-        "passes; without the plugin vLLM cannot load weights twice on a CPU, where its parameters lose their `weight_loader`",
+        "passes; without the plugin vLLM on a CPU with AVX-512 cannot load weights twice: parameters lose their `weight_loader`",
     ),
+    Explained(
+        "TRL, vLLM", "*_with_additional_generation_kwargs", ("bf16", *_EXACT), "failed",
+        "samples with top-p and a penalty, which exact mode refuses, as every precision does with TRL's correction",
+    ),
+    Explained("TRL, vLLM", "*vllm_and_peft", _EXACT, "failed", "trains LoRA's `modules_to_save`, which exact mode refuses"),
     Explained(
         "verl on CPU", "*::test_build_kv_transfer_config_prefill_role_maps_to_kv_producer", ("bf16", *_EXACT), "failed",
         "expects the device cuda on a machine without a GPU; the plugin's platform for CPUs says cpu",
