@@ -40,16 +40,16 @@ def kept(suite: Suite, arm: str, checkout: Path, args: argparse.Namespace, tests
     """Run a suite, or some of its files, unless its results are kept already."""
     part = dataclasses.replace(suite, name=f"{suite.name} again", tests=tests) if tests else suite
     file = args.out / "runs" / f"{part.name} {arm}.json"
+    which = {"commit": commit(checkout), "tests": list(part.tests), "select": part.select}
     if file.is_file() and not args.fresh:
         found = json.loads(file.read_text())
-        if found["commit"] == commit(checkout) and found["tests"] == list(part.tests):
+        if all(found.get(key) == value for key, value in which.items()):
             return Run({name: Outcome(*outcome) for name, outcome in found["outcomes"].items()}, found["seconds"])
     print(f"{part.name}, {arm} …", flush=True)
     done = run(part, arm, checkout, args.packages, args.out)
     file.parent.mkdir(parents=True, exist_ok=True)
     outcomes = {name: dataclasses.astuple(outcome) for name, outcome in done.outcomes.items()}
-    found = {"commit": commit(checkout), "tests": part.tests, "seconds": done.seconds, "outcomes": outcomes}
-    file.write_text(json.dumps(found, indent=1))
+    file.write_text(json.dumps({**which, "seconds": done.seconds, "outcomes": outcomes}, indent=1))
     return done
 
 

@@ -24,7 +24,8 @@ _MODELS = "transformers, models"
 #: why tests of transformers' models fail with converted ones -> parts of their names
 _OF_MODELS = {
     "asks for a key/value cache: the trainer of exact mode computes whole sequences and refuses one by name": (
-        "assisted_decoding", "use_cache", "generate_continue", "static_cache", "past_key_values_format", "inputs_embeds",
+        "assisted_decoding", "use_cache", "generate_continue", "static_cache", "past_key_values_format",
+        "generate_from_inputs_embeds", "generate_from_random_inputs_embeds",
     ),
     "changes the attention or the experts of a converted model, or asks which of transformers' it has": (
         "set_attention_dynamically", "sdpa_can_dispatch", "eager_matches_batched",

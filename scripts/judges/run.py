@@ -98,8 +98,7 @@ def outcomes(report: Path) -> dict[str, Outcome]:
 def _furnish(place: Path, suite: Suite, checkout: Path) -> None:
     """What the tests look for in their working directory; the framework's own sources stay out of it."""
     for name in ("tests", *suite.copied):
-        if (checkout / name).is_dir():  # a source distribution need not have it
-            shutil.copytree(checkout / name, place / name, symlinks=True)
+        shutil.copytree(checkout / name, place / name, symlinks=True)
     if (checkout / "pyproject.toml").is_file():
         shutil.copy(checkout / "pyproject.toml", place)
     if suite.linked:

@@ -47,7 +47,7 @@ def test_requests_that_limit_tokens_in_several_ways(checkpoint: Callable[..., st
 
 @pytest.mark.parametrize("batch", [1, 32])
 def test_requests_that_ban_tokens(checkpoint: Callable[..., str], engine: Any, batch: int) -> None:
-    """Few or many allowed tokens, no end before some tokens, all with and without top-p, and requests without a ban."""
+    """Few or many allowed tokens, no end before some tokens, the same with top-p, and requests without a ban."""
     from vllm import SamplingParams
 
     job = job_of(checkpoint("qwen3"), (Draw(),))
