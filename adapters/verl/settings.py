@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own checkpoint manager", "set it to null", "all"),
     Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _TP_ONLY, _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
-    Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _FALSE, "quantized"),
+    Rule(f"{ROLLOUT}.mtp.enable", is_set, "no drafts of a model, whose weights are not synced", _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.full_determinism", is_set, "the plugin's own kernels, not vLLM's batch-invariant ones", _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.adapters.verl.correction import CORRECTION
-from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, ROLLOUT, Select, named
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer import support
@@ -36,6 +36,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         "whole sequences on each rank": bool(ulysses.sizes(select)),
         f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
         f"{ROLLOUT}.multi_turn.enable=False": bool(select(f"{ROLLOUT}.multi_turn.enable")),
+        f"no {ENGINE}.speculative_config": select(f"{ENGINE}.speculative_config") is not None,
         "a synchronous trainer": select("trainer.v1.trainer_mode") not in (None, "sync") or select("async_training") is not None,
     }
     corrected = CORRECTION if corrects else ""

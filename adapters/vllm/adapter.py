@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.vllm import compat, support
+from jetrl_patch.adapters.vllm import compat, speculation, support
 from jetrl_patch.adapters.vllm.fixes import FIXES
 from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, Patch, Rollout
@@ -222,7 +222,9 @@ class VllmAdapter(Adapter):
                 prepare_worker(worker, *self._session)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        return needed((*PATCHES, *(RECORDING if compat.returns_masks() else ()), *FIXES), config)
+        recording = RECORDING if compat.returns_masks() else ()
+        drafts = speculation.ON_CPU if compat.drafts_on_cpu() else ()
+        return needed((*PATCHES, *recording, *speculation.PATCHES, *drafts, *FIXES), config)
 
 
 ADAPTER = VllmAdapter()

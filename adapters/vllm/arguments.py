@@ -7,6 +7,7 @@ driver and the doctor use it too.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -74,7 +75,23 @@ class _Value(NamedTuple):
     fix: str = "remove it"
 
 
+#: what a user may set of n-gram drafts. Other methods draft with weights that no sync carries
+_DRAFTS = {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
+
+
+def drafts_problem(value: Any) -> bool:
+    """Whether a ``speculative_config`` asks for anything but drafts from n-grams."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return True
+    return not (isinstance(value, Mapping) and value.get("method") == "ngram" and set(value) <= _DRAFTS)
+
+
+DRAFTS_REQUIRED = f"method 'ngram', with {', '.join(sorted(_DRAFTS - {'method'}))} (other methods draft with unsynced weights)"
+
 _VALUES: dict[str, _Value] = {
+    "speculative_config": _Value(lambda value, *_: drafts_problem(value), DRAFTS_REQUIRED),
     "tensor_parallel_size": _Value(
         lambda value, _, tp: value != tp,
         "the framework's own tensor-parallel size, which also splits the trainer's sums",

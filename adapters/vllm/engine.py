@@ -20,6 +20,7 @@ from jetrl_patch.adapters.vllm.compat import (
 )
 from jetrl_patch.adapters.vllm.graphs import asks_for_graphs, capture_decoding
 from jetrl_patch.adapters.vllm.quant import quantization_name
+from jetrl_patch.adapters.vllm.speculation import check_drafts
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.capability import refuse_exact_on
 from jetrl_patch.config import Config
@@ -113,9 +114,10 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     """Set the quantization, the attention, and CUDA graphs or eager mode, before vLLM resolves the arguments.
 
     Raises:
-        ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
-        ConfigError: a dtype other than BF16 is set, or the engine belongs to a trainer that this version does not patch.
-        VersionError: the engine shall return the chosen experts, and this vLLM cannot return those of the plugin's router.
+        ConflictError: another quantization or attention backend, LoRA or the like is set.
+        ConfigError: a dtype other than BF16 or unsupported drafts are set, or this version does not patch the trainer.
+        VersionError: the engine shall return the chosen experts, and this vLLM cannot return those of the plugin's router; or it
+            shall verify drafts on a CPU, and this vLLM cannot.
     """
     if config.changes_rollout and (package := calling_package()):
         raise unknown_trainer(package, config)
@@ -135,7 +137,6 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     refused = {"enable_lora": bool(args.enable_lora), "weight_transfer_config": args.weight_transfer_config is not None}
     if config.exact:
         refused |= {
-            "speculative_config": args.speculative_config is not None,
             "pipeline_parallel_size": args.pipeline_parallel_size > 1,
             "decode_context_parallel_size": args.decode_context_parallel_size > 1,
             "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
@@ -150,6 +151,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         mode = f"precision={config.precision!r} with align={config.resolved_align!r}"
         raise ConflictError(f"{mode} does not support vLLM's {', '.join(unsupported)}. {fix}")
     if config.exact:
+        check_drafts(args.speculative_config, _on_cpu())
         choose_attention(args)
         # vLLM then refuses videos, which have not been tried
         args.limit_mm_per_prompt = {**(args.limit_mm_per_prompt or {}), "video": 0}
@@ -280,6 +282,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any, config: Config) -> Non
     family = check_family(hf_config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout == "vllm",
+        "speculative decoding of gated delta nets": family.delta_net and vllm_config.speculative_config is not None,
         "VLLM_MLA_DISABLE": has_latent_attention(hf_config) and not model.use_mla,
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
         "CUDA graphs of the V2 model runner (set enforce_eager=True)": (

@@ -39,14 +39,20 @@ _DEFAULTS = (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY)
 def asks_for_graphs(args: EngineArgs, config: Config) -> bool:
     """Whether an exact engine on a GPU captures graphs. ``decode_graphs="auto"`` follows the engine's own settings.
 
-    Only graphs of the V1 model runner are proven. With V2 this sets eager mode, or raises ConflictError for ``True``.
+    Only graphs of the V1 model runner with one token per request are proven. With V2, or with drafts, this sets eager mode, or
+    raises ConflictError for ``True``.
     """
     eager = args.enforce_eager or args.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     asked = config.decode_graphs is True or (config.may_capture and not eager)
-    if not (asked and envs.VLLM_USE_V2_MODEL_RUNNER):
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        required, found, fix = "the V1 model runner, whose graphs are proven", "VLLM_USE_V2_MODEL_RUNNER=1", "unset it"
+    elif args.speculative_config is not None:
+        required, found, fix = "steps of one token per request, whose graphs are proven", "speculative_config", "remove it"
+    else:
         return asked
-    found, fix = "VLLM_USE_V2_MODEL_RUNNER=1", "unset it"
-    words = explain("decode_graphs in exact mode", required="the V1 model runner, whose graphs are proven", found=found, fix=fix)
+    if not asked:
+        return False
+    words = explain("decode_graphs in exact mode", required=required, found=found, fix=fix)
     if config.decode_graphs is True:
         raise ConflictError(words)
     logger.warning("jetrl_patch: decoding runs eagerly, without CUDA graphs: %s", words)

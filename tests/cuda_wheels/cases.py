@@ -99,9 +99,9 @@ REFUSED: dict[str, tuple[Case, str, str]] = {
     "a compiler beside graphs": (
         Case({**_EXACT, "decode_graphs": True}, {"compilation_config": {"mode": 3}}), "ConflictError", "found VLLM_COMPILE",
     ),
-    "speculative decoding": (
-        Case(_EXACT, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
-        "ConflictError", "speculative_config",
+    "drafts of a model": (
+        Case(_EXACT, {"speculative_config": {"method": "eagle", "model": "somewhere", "num_speculative_tokens": 2}}),
+        "ConfigError", "required method 'ngram'",
     ),
     "latent attention with an FP8 cache": (
         Case({**_EXACT, **_FP8_CACHE}, model="deepseek_v3"), "ModelError", "required a BF16 cache",

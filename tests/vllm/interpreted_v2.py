@@ -24,6 +24,7 @@ from jetrl_patch.exact.logprob import token_log_probs
 from jetrl_patch.measure.parity import Draw, Job, Sample
 
 from .. import vision_models
+from . import test_speculation as speculation
 from .test_exact import apart, assert_equal, of_one_prefix, prompts_of, scored_apart, split_prompts
 from .test_support import MIXED
 from .test_weights import push, stream, worker_of
@@ -219,3 +220,16 @@ def test_images(tmp_path: Path, engine: Any, family: str) -> None:
         prompts, pictures = vision_models.prompts(llm, size)
         samples += generate(llm, prompts, SHORT, 1.0, pictures)
     assert_equal(job, samples, tokens=170)
+
+
+# ---- The V1 model runner, whose rejection sampler has Triton kernels too ---------------------------
+
+def test_drafts_are_verified_by_vllms_own_kernels(checkpoint: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of n-grams, for which vLLM has V1 only. In the other tests of them functions stand in for the kernels."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    job = speculation.job_of(checkpoint("qwen3"))
+    llm = engine(job)
+    samples = speculation.generated(llm, job, batches=(6,), length=16)
+    drafted, accepted = speculation.counted(llm)
+    assert 0 < accepted < drafted
+    assert_equal(job, samples, tokens=96)

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def arguments(eager: bool = False, mode: CUDAGraphMode | None = None) -> Any:
-    return SimpleNamespace(enforce_eager=eager, compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    compilation = SimpleNamespace(cudagraph_mode=mode)
+    return SimpleNamespace(enforce_eager=eager, compilation_config=compilation, speculative_config=None)
 
 
 @pytest.mark.parametrize("chosen", [None, "0", "1"])
@@ -45,6 +46,15 @@ def test_only_graphs_of_v1_are_asked_for(chosen: str | None, monkeypatch: pytest
         assert not graphs.asks_for_graphs(other, Config()) and len(said) == args.enforce_eager
 
 
+def test_no_graphs_of_steps_with_drafts_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    args = arguments()
+    args.speculative_config = {"method": "ngram"}
+    assert not graphs.asks_for_graphs(args, Config()) and args.enforce_eager
+    with pytest.raises(ConflictError, match="required steps of one token per request"):
+        graphs.asks_for_graphs(args, Config(decode_graphs=True))
+
+
 def test_what_has_not_been_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device_problems", "sequence_parallel"):
         monkeypatch.setattr(engine, name, lambda *_: [])
@@ -57,6 +67,7 @@ def test_what_has_not_been_proven_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             compilation_config=SimpleNamespace(cudagraph_mode=mode),
             parallel_config=SimpleNamespace(**parallel),
             watermark_config=watermark,
+            speculative_config=None,
         )
         engine._check_exact(settings, config_of("qwen3"), Config())
 
