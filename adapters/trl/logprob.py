@@ -73,7 +73,8 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         applied = correction.weigh(self, found, log_ratio, _counted(found), session.active_config())
         if applied is not None:
             run.corrected.append(applied)
-    run.sampled_at[mode_of(self)] = self._last_loaded_step
+    if self.use_vllm:
+        run.sampled_at[mode_of(self)] = self._last_loaded_step
     run.compares = run.unchecked or sampled is None or not sampled.compared
     return found
 
