@@ -33,6 +33,7 @@ NEEDED_BY = {
     "",
     "a run on a CPU",
     "weight syncs on a CPU",
+    "speculative decoding on a CPU",
     "training GLM-4.1V in verl",
     "a trainer and an eager engine in one process, as in `jetrl parity`",
 }
@@ -96,6 +97,17 @@ BUGS = {
         "vllm.model_executor.models.transformers.base",
         "self._decorate_cls_for_torch_compile(\n            cls=self._pre_trained_model_classes.decoder,",
     ),
+    "vllm: vllm.v1.sample.rejection_sampler._expand.kernel": (
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.sample.rejection_sampler.expand_kernel = cpu_tl.expand_kernel",
+    ),
+    **{
+        f"vllm: vllm.v1.sample.rejection_sampler._{kernel}.kernel": (
+            "vllm.v1.worker.cpu_model_runner",
+            f"vllm.v1.sample.rejection_sampler.{kernel}_kernel = (\n            cpu_tl.{kernel}_kernel\n",
+        )
+        for kernel in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens")
+    },
     "tqdm: tqdm.std.TqdmDefaultWriteLock.create_mp_lock": ("tqdm.std", "cls.mp_lock = RLock()"),
     "torch: torch.utils.file_baton.FileBaton.wait": (
         "torch.utils.cpp_extension",

@@ -22,10 +22,12 @@ ROLLOUT = "sampling_per_token_logps"
 
 @replacement
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``GRPOTrainer._generate``: keep the rollout's log-probs for the policy's pass."""
-    found = original(self, *args, **kwargs)
+    """Wrap ``GRPOTrainer._generate``: keep the rollout's log-probs for the policy's pass, and join what turns were drawn from."""
+    found, run = original(self, *args, **kwargs), run_of(self)
     if computes_old(self) and found[4] is not None:
-        run_of(self).sampled = Sampled(found[4], model_tokens=found[2])
+        run.sampled = Sampled(found[4], model_tokens=found[2])
+    if run.drawn is not None and found[2] is not None:
+        run.drawn = support.of_turns(run.calls, *found[:3])
     return found
 
 
@@ -38,6 +40,8 @@ def engine_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     found, run = original(self, *args, **kwargs), ENGINES.get(self)
     if run is not None and session.active_config().exact:
         run.drawn = support.of_completions(run, found[1], found[3])
+        if run.drawn is not None:
+            run.calls.append((list(kwargs["prompts"]), list(found[1]), run.drawn))  # TRL changes these lists for the next turn
     if run is not None and run.keeps_log_probs:
         run.sampled = Sampled([[of_token[0] for of_token in row] for row in found[2]])
     return found
@@ -65,6 +69,7 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         support.add_to(found, run.drawn)
     finally:
         run.sampled = run.drawn = None
+        run.calls.clear()
     if sampled is not None and ROLLOUT not in found:  # RLOO's
         found[ROLLOUT] = _padded(sampled.log_probs, found["completion_ids"])
     run.unchecked = sampled is not None and sampled.left_out

@@ -117,9 +117,9 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     configuration = kind.replace("Trainer", "Config")
     if args is not None:
         yield from correction.problems(args, kind, config)
-        tools, ratio = tools_of(arguments), "vllm_importance_sampling_correction"
+        ratio = "vllm_importance_sampling_correction"
         corrected = ratio if getattr(args, ratio, False) else ""
-        needs = support.lacking(args, tools)
+        needs = support.lacking(args)
         named = support.names_of(args, configuration)
         yield from registry.rollout().parameter_problems(args.generation_kwargs or {}, config, named)
         yield from trainer_support.problems(support.select_of(args), config, named, needs, corrected)

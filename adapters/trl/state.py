@@ -36,6 +36,10 @@ class Sampled:
     left_out: bool = False
 
 
+#: prompts of a call of the engine, what it returned for each, and what these tokens were drawn from
+Call = tuple[list[list[int]], list[list[int]], "list[Support]"]
+
+
 @dataclass(kw_only=True, eq=False)
 class Run:
     """One trainer.
@@ -53,7 +57,8 @@ class Run:
         compares: whether updates compare the batch, because no pass over it has run.
         unchecked: whether a pass was left out and no update has compared anything since.
         audit: the comparisons since the last log line.
-        drawn: in ``_generate_and_score_completions``, what each completion's tokens were drawn from; None if from all tokens.
+        calls: in ``_generate_and_score_completions``, those of the engine, one for each turn; none if it draws from all.
+        drawn: there, what each completion's tokens were drawn from; None if from all tokens.
         batch: the batch in ``_compute_loss``.
         corrected: what the correction did to batches since the last log line, if it has a name here.
         synced: the figures of the weight syncs since the last log line.
@@ -71,6 +76,7 @@ class Run:
     compares: bool = False
     unchecked: bool = False
     audit: Audit = field(default_factory=Audit)
+    calls: list[Call] = field(default_factory=list)
     drawn: list[Support] | None = None
     batch: dict[str, Any] | None = None
     corrected: list[Any] = field(default_factory=list)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch.adapters.trl import compat
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.trainer.support import Select, limits
+from jetrl_patch.trainer.support import Select, Turn, limits
+from jetrl_patch.trainer.support import of_turns as of_response
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jetrl_patch.adapters.trl.state import Run
+    from jetrl_patch.adapters.trl.state import Call, Run
     from jetrl_patch.exact.support import Support
 
 #: keys of a batch: the sizes of its completions' supports [B, C], and the token ids in them [B, most]
@@ -48,11 +49,10 @@ def names_of(args: Any, configuration: str) -> Callable[[str], str]:
     return name
 
 
-def lacking(args: Any, tools: Sequence[str]) -> dict[str, bool]:
+def lacking(args: Any) -> dict[str, bool]:
     """What exact mode needs for them -> whether it is missing."""
     return {
         "vllm_mode='colocate'": args.vllm_mode != "colocate",
-        "no tools or environments": bool(tools),
         "trl>=1.15": not compat.has_fused_head(),
     }
 
@@ -85,6 +85,28 @@ def of_completions(run: Run, completion_ids: Sequence[Sequence[int]], returned: 
         fix = "build the engine after enable(), or drop these settings"
         raise ConfigError(explain(what, required=required, found="none in its outputs", fix=fix))
     return [one.require(torch.tensor(ids), "TRL's completions") for one, ids in zip(returned, completion_ids, strict=True)]
+
+
+def of_turns(
+    calls: Sequence[Call], prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], mask: Sequence[Sequence[int]]
+) -> list[Support]:
+    """The supports of completions between whose turns are tokens of tools, for which ``mask`` is 0.
+
+    The turns of a completion are found by their tokens and those before them: equal ones were drawn from the same tokens.
+    """
+
+    def turns(whole: list[int]) -> Iterator[Turn]:
+        for call in calls:
+            for asked, tokens, drawn in zip(*call, strict=True):
+                rest = whole[len(asked) :]
+                if tokens and whole[: len(asked)] == asked and rest[: len(tokens)] == tokens[: len(rest)]:
+                    yield tokens, drawn
+                    break
+
+    return [
+        of_response(completion, own, turns([*prompt, *completion]))
+        for prompt, completion, own in zip(prompts, completions, mask, strict=True)
+    ]
 
 
 def add_to(batch: dict[str, Any], drawn: Sequence[Support] | None) -> None:

@@ -21,6 +21,7 @@ from jetrl_patch.adapters.verl import (
     support,
     sync,
     transport,
+    turns,
     ulysses,
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
@@ -38,6 +39,7 @@ _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _CALLS_PLUGINS = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
 _VEOMNI_CALLS = "verl's VeOmniEngine._build_model_optimizer has a hook for the built model, before build_parallelize_model"
 _FIRST_BATCH = "verl's bypass_mode loss logs the log-probs' mismatch, over the first mini-batch of a step only"
+_TURNS = "verl's TokenOutput and AgentLoopOutput have vLLM's sampling masks, and the loops join those of their turns"
 _COPIES = "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU"
 
 #: ``when`` says which settings need one
@@ -250,6 +252,24 @@ PATCHES: tuple[Patch, ...] = (
         when=lambda config: config.exact,
         reason="verl does not keep which tokens top_k, top_p and min_p left, which the trainer must leave too",
         remove_when="verl's TokenOutput has vLLM's sampling masks, and its engines compute log-probs with them",
+    ),
+    Patch(
+        "verl.experimental.agent_loop.agent_loop", "AgentLoopWorker._run_agent_loop", turns.run_agent_loop,
+        when=lambda config: config.exact,
+        reason="agent loops do not return which tokens each turn was drawn from, so the turns are noted beside them",
+        remove_when=_TURNS,
+    ),
+    Patch(
+        "verl.workers.rollout.llm_server", "LLMServerClient.generate", turns.generate,
+        when=lambda config: config.exact,
+        reason="it is the one place that every turn of every agent loop passes",
+        remove_when=_TURNS,
+    ),
+    Patch(
+        "verl.experimental.agent_loop.agent_loop", "AgentLoopWorker._compute_score", turns.compute_score,
+        when=lambda config: config.exact,
+        reason="a sample of an agent loop has no record of what its tokens were drawn from",
+        remove_when=_TURNS,
     ),
     Patch(
         "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.collective_rpc", sync.collective_rpc,

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.adapters.verl.correction import CORRECTION
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, ROLLOUT, Select, named
 from jetrl_patch.errors import AuditError, explain
@@ -33,11 +32,9 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     corrects = config.correction != "none" or any(section.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
     lacking = {
         f"{ACTOR}.strategy=fsdp or fsdp2": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
-        "whole sequences on each rank": bool(ulysses.sizes(select)),
         f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
-        f"{ROLLOUT}.multi_turn.enable=False": bool(select(f"{ROLLOUT}.multi_turn.enable")),
         f"no {ENGINE}.speculative_config": select(f"{ENGINE}.speculative_config") is not None,
-        "a synchronous trainer": select("trainer.v1.trainer_mode") not in (None, "sync") or select("async_training") is not None,
+        "a trainer without async_training": select("async_training") is not None,
     }
     corrected = CORRECTION if corrects else ""
     yield from support.problems(select_of(select), config, lambda name: named(f"{ROLLOUT}.{name}"), lacking, corrected)
@@ -61,19 +58,27 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
     """What the tokens that the rows of logits predict were drawn from; None if every one was drawn from all tokens.
 
     Args:
-        shape: of the logits: [B, T, V] if samples are padded, else [1, T, V] or [T, V] with padding behind the last sample.
+        shape: of the logits: [B, T, V] if samples are padded, else [1, T, V] or [T, V] with padding behind the last sample. Of
+            ranks that share sequences each has T of all rows.
 
     Raises AuditError if a sample has fewer supports than tokens of its response.
     """
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
+
     from jetrl_patch.exact.support import placed
 
     given = _given(micro_batch)
     if not any(one is not None for one in given):
         return None
-    *batch, rows, _ = shape
+    *batch, width, _ = shape
     padded = batch and batch[0] > 1
-    pieces = _pieces(given, _lengths(micro_batch), rows if padded else None)
-    return placed(pieces, math.prod(shape[:-1])).to(micro_batch["input_ids"].device)
+    pieces = _pieces(given, _lengths(micro_batch), width if padded else None)
+    rows, ranks = math.prod(shape[:-1]), get_ulysses_sequence_parallel_world_size()
+    found = placed(pieces, rows * ranks)
+    if ranks > 1:
+        first = rows * get_ulysses_sequence_parallel_rank()
+        found = found.part(first, first + rows)
+    return found.to(micro_batch["input_ids"].device)
 
 
 def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int | None) -> Iterator[tuple[int, Support]]:
@@ -85,7 +90,7 @@ def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int
         if one is not None:
             found = Support.unpack(one)
             if len(found.counts) < response:
-                what, fix = "the sampling supports of a response", f"use verl's single-turn agent loop, or {support.ALL}"
+                what, fix = "the sampling supports of a response", f"return all of it in response_ids, or {support.ALL}"
                 required = f"one for each of {response} tokens"
                 raise AuditError(explain(what, required=required, found=str(len(found.counts)), fix=fix))
             yield start + tokens - response - 1, found.part(0, response)

@@ -8,12 +8,15 @@ refused; a metric of their difference is marked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.errors import AuditError, ConfigError, JetrlError, explain
+
+if TYPE_CHECKING:
+    from jetrl_patch.exact.support import Support
 
 #: vLLM's name of a setting that bans tokens -> the values with which it changes nothing
 BANS: Mapping[str, tuple[Any, ...]] = {
@@ -75,3 +78,31 @@ def problems(
         required = f"a rollout that draws by the temperature alone, as the trainer assumes, for the ratios of {corrected}"
         fix = f"{ALL} without penalties, or turn the correction off"
         yield ConfigError(explain(what, required=required, found=values, fix=fix))
+
+
+# ---- Responses of several turns ------------------------------------------------------------------
+
+#: the tokens that a model drew in a turn, and what from: None if from all tokens
+Turn = tuple[Sequence[int], "Support | None"]
+
+
+def of_turns(response: Sequence[int], mask: Sequence[int], turns: Iterator[Turn]) -> Support:
+    """The supports of a response [C], none for a token of a tool or a user, where ``mask`` [C] is 0. Takes the turns it needs.
+
+    Raises AuditError unless the model's tokens in the response are those of the turns, in order; the last turn may be cut.
+    """
+    from jetrl_patch.exact.support import placed
+
+    own = [place for place, drawn in enumerate(mask) if drawn]
+    pieces = []
+    while own:
+        tokens, drawn = next((turn for turn in turns if len(turn[0])), ((), None))
+        here, own = own[: len(tokens)], own[len(tokens) :]
+        found = [response[place] for place in here]
+        if not found or found != list(tokens[: len(found)]) or here[-1] - here[0] != len(here) - 1:
+            what, required = "the tokens of a response that are marked as the model's", "those that the engine returned, in order"
+            fix = f"leave them as they are and mark the others, or {ALL}"
+            raise AuditError(explain(what, required=required, found="other tokens", fix=fix))
+        if drawn is not None:
+            pieces.append((here[0], drawn.part(0, len(here))))
+    return placed(pieces, len(response))

@@ -139,7 +139,8 @@ def test_rloo_with_adapters_and_several_updates(tmp_path: Path) -> None:
 def test_tools_an_environment_and_an_engine_that_sleeps(tmp_path: Path) -> None:
     """A sleeping engine has lost its weights: they are sent again for each turn. Tokens of tools are nobody's."""
     settings = {
-        "tools": True, "vllm_enable_sleep_mode": True, "max_completion_length": 60, "vllm_max_model_length": 128, "max_steps": 2,
+        **LIMITS, "tools": True,
+        "vllm_enable_sleep_mode": True, "max_completion_length": 60, "vllm_max_model_length": 128, "max_steps": 2,
         "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8,
     }  # fmt: skip
     log = train(tmp_path, EXACT, settings)

@@ -92,8 +92,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     (UNIFIED, {**LIMITS, "vllm_mode": "server"}, {},
      "ConfigError: GRPOConfig's top_p and GRPOConfig's top_k and GRPOConfig's min_p with precision='fp8-unified', "
      "align='exact': required vllm_mode='colocate', found top_p=0.9, top_k=20, min_p=0.1. Change that, draw from all "),
-    (UNIFIED, {"top_k": 20}, {"tools": [1]}, "ConfigError: GRPOConfig's top_k with precision='fp8-unified', align='exact': "
-     "required no tools or environments, found top_k=20. "),
     (LINEAR, {**LIMITS, **UNCORRECTED, "repetition_penalty": 1.1}, {}, None),
     (LINEAR, {"repetition_penalty": 1.1}, {}, "ConfigError: GRPOConfig's repetition_penalty with precision='fp8-unified', "
      "align='linear': required a rollout that draws by the temperature alone"),

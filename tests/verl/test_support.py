@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from jetrl_patch.adapters.verl import logprob, support
+from jetrl_patch.adapters.verl import logprob, support, turns
 from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError
@@ -33,12 +34,13 @@ def said() -> Iterator[Any]:
 def test_what_exact_mode_needs(said: Any) -> None:
     limits = [f"{R}.top_p=0.9", f"{R}.top_k=20", f"+{R}.min_p=0.1"]
     assert said(EXACT) == said(EXACT, *limits) == []
+    for supported in (f"{R}.multi_turn.enable=True", "trainer.v1.trainer_mode=colocate_async"):
+        assert said(EXACT, *limits, supported) == []
     for override, required in (
         (f"{A}.strategy=megatron", f"{A}.strategy=fsdp or fsdp2"),
         (f"{M}.use_fused_kernels=True", f"{M}.use_fused_kernels=False"),
-        (f"{R}.multi_turn.enable=True", f"{R}.multi_turn.enable=False"),
-        (f"{A}.ulysses_sequence_parallel_size=2", "whole sequences on each rank"),
-        ("trainer.v1.trainer_mode=colocate_async", "a synchronous trainer"),
+        (f"+{R}.engine_kwargs.vllm.speculative_config.method=ngram", f"no {R}.engine_kwargs.vllm.speculative_config"),
+        ("+async_training.partial_rollout=True", "a trainer without async_training"),
     ):
         (text,) = said(EXACT, *limits, override)
         assert text.startswith(f"verl setting {R}.top_p and verl setting {R}.top_k and verl setting {R}.min_p with precision=")
@@ -73,6 +75,47 @@ def test_a_server_adds_what_the_tokens_were_drawn_from() -> None:
     assert returned(None, [4]) == returned([[], []], [4, 5]) == {"own": 1}
     with pytest.raises(AuditError, match="found 1 of 2 tokens that are not in theirs"):
         returned([[3, 4], [5]], [4, 6])
+
+
+# ---- Agent loops ---------------------------------------------------------------------------------
+
+#: two turns that draw from few tokens, one that draws from all, and one more
+TURNS: list[Any] = [([5, 6], Support.of([[5, 9], [6]])), ([7], None), ([8, 3], Support.of([[8], [3, 4]]))]
+
+
+def test_turns_are_noted_beside_their_loop() -> None:
+    """Two loops at once, the second of which returns two samples; a call outside a loop; no limits."""
+
+    async def score(self: Any, outputs: Any, kwargs: Any) -> Any:
+        return outputs
+
+    def returned(tokens: list[int], drawn: Any = None) -> Any:
+        return SimpleNamespace(token_ids=tokens, extra_fields={KEY: drawn.pack()} if drawn else {})
+
+    async def call(self: Any, output: Any) -> Any:
+        await asyncio.sleep(0)
+        return output
+
+    ask, place = turns.generate(call), turns.compute_score(score)
+
+    async def loop(self: Any, *given: Any, cut: int) -> Any:
+        tokens: list[int] = []
+        for one in given:
+            tokens += (await ask(self, returned(*one))).token_ids
+        parts = [tokens[:cut], tokens[cut:]] if cut else [tokens]
+        made = [SimpleNamespace(response_ids=part, response_mask=[1] * len(part), extra_fields={}) for part in parts]
+        return await place(self, made, {})
+
+    run = turns.run_agent_loop(loop)
+
+    async def both() -> Any:
+        return await asyncio.gather(run(None, *TURNS, cut=0), run(None, *TURNS, cut=3), run(None, ([4], None), cut=0))
+
+    (whole,), parts, (free,) = asyncio.run(both())
+    rows = [Support.unpack(one.extra_fields[KEY]) for one in (whole, *parts)]
+    sizes = [one.counts.tolist() for one in rows]
+    assert sizes == [[2, 1, 0, 1, 2], [2, 1, 0], [1, 2]] and KEY not in free.extra_fields
+    assert asyncio.run(ask(None, returned([4], Support.of([[4]])))).extra_fields.keys() == {KEY}
 
 
 #: prompts of 2, 3 and 1 tokens, responses of 3, 1 and 2; the second may draw every token
@@ -111,6 +154,18 @@ def test_a_sample_without_limits_needs_no_edit_and_one_with_too_few_is_an_error(
         assert support.of_rows(micro_batch(v1, [None] * 3), (1, 12, 20)) is None
     with pytest.raises(AuditError, match="required one for each of 2 tokens, found 1"):
         support.of_rows(micro_batch(True, [None, None, ([1], [5])]), (1, 12, 20))
+
+
+def test_ranks_that_share_sequences_take_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils import ulysses
+
+    whole = support.of_rows(micro_batch(True, DRAWN), (1, 14, 9))
+    assert whole is not None
+    monkeypatch.setattr(ulysses, "get_ulysses_sequence_parallel_world_size", lambda: 2)
+    for rank, part in enumerate((whole.part(0, 7), whole.part(7, 14))):
+        monkeypatch.setattr(ulysses, "get_ulysses_sequence_parallel_rank", lambda rank=rank: rank)
+        found = support.of_rows(micro_batch(True, DRAWN), (1, 7, 9))
+        assert found is not None and torch.equal(found.counts, part.counts) and torch.equal(found.ids, part.ids)
 
 
 @pytest.mark.parametrize("shape", [(1, 12, 20), (12, 20)])
