@@ -83,14 +83,14 @@ def _trl(name: str, *trainers: str, arms: tuple[str, ...] = tuple(ARMS), select:
     )  # fmt: skip
 
 
-def _transformers() -> Suite:
-    """Language models of the families that exact mode covers.
+def _transformers(kind: str, tower: bool) -> Suite:
+    """Models of the families that exact mode covers, with a vision tower or without.
 
     Left out is what needs several ranks or a compiler, and what compares attentions, of which an exact model has one.
     """
-    names = [name for name, family in families.covering("exact").items() if not family.tower]
+    names = [name for name, family in families.covering("exact").items() if bool(family.tower) is tower]
     return Suite(
-        "transformers, models", "transformers", "transformers",
+        f"transformers, {kind}", "transformers", "transformers",
         tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names), arms=(STOCK, "exact"),
         select="not Integration and not test_tp_ and not compil and not eager_matches_sdpa",
         linked="src/transformers", copied=("utils",), options=("-p", "scripts.judges.transformers_cpu"),
@@ -117,7 +117,8 @@ SUITES = (
         ("tests/**/test_*_on_cpu.py", "tests/**/test_*_cpu.py", "tests/trainer/ppo/test_rollout_corr*.py"),
         without=("special_", *_RAY), again=True, limit=60,
     ),
-    _transformers(),
+    _transformers("models", tower=False),
+    _transformers("vision-language", tower=True),
     Suite("OpenRLHF", "openrlhf", "openrlhf", ("tests/test_*.py",), linked="openrlhf"),
     _trl("TRL, vLLM", "grpo", "rloo", select="vllm"),
     _trl("TRL, RLOO without vLLM", "rloo", arms=(STOCK, "bf16"), select="not vllm"),  # those of GRPO take hours on two cores
