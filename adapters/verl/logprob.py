@@ -77,13 +77,14 @@ def logprobs_from_logits(original: Any, logits: Any, labels: Any, inplace_backwa
 
 @replacement
 def prepare_model_inputs(original: Any, self: Any, micro_batch: Any) -> Any:
-    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: tell exact attention how many sequences a packed row has at most.
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: use each sample's own temperature.
 
-    These are the micro-batch's sequences, one for each padding token, and one that a rank's slice may cut.
+    And tell exact attention how many sequences a packed row has at most: the micro-batch's sequences, one for each padding
+    token, and one that a rank's slice may cut.
     """
     from jetrl_patch.exact import attention
 
-    inputs, arguments = original(self, micro_batch)
+    inputs, arguments = original(self, support.with_temperatures(micro_batch))
     positions = inputs.get("position_ids")
     if "pad_size" in arguments and positions is not None:  # verl pads packed rows only
         attention.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)

@@ -209,8 +209,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", logprob.prepare_model_inputs,
         when=lambda config: config.exact,
-        reason="the model is not told how many sequences a packed row has, so exact attention would stall the GPU to count",
-        remove_when="verl's prepare_model_inputs passes the model the number of sequences, or their boundaries as a CPU tensor",
+        reason="the model is not told how many sequences a packed row has, so exact attention would stall the GPU to count; and "
+        "samples do not bring their own temperature",
+        remove_when="verl's prepare_model_inputs passes the model the number of sequences, and a micro-batch has temperatures",
     ),
     Patch(
         _ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", logprob.prepare_model_outputs,

@@ -201,12 +201,13 @@ _GREEDY = "__do_sample__"
 
 
 def data_problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for training data with such rows, unless the temperature is 1.
+    """Yield an error for training data with such rows, unless the temperature is 1, or a sample brings its own.
 
     vLLM gives greedy samples their log-probs at temperature 1, the trainer computes all of them at the rollout's.
     """
-    temperature = select(f"{ROLLOUT}.temperature")
-    if config.mode.only_measures or temperature == 1:
+    temperature, fsdp = select(f"{ROLLOUT}.temperature"), select(f"{ACTOR}.strategy") in ("fsdp", "fsdp2")
+    brings = config.exact and fsdp and not select(f"{MODEL}.use_fused_kernels")
+    if config.mode.only_measures or temperature == 1 or brings:
         return
     for setting, path in data_files(select):
         if setting == "data.train_files" and _GREEDY in _columns(os.path.expanduser(path)):

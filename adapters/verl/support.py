@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from jetrl_patch.exact.support import Support
 
 
+#: the key of a sample that brings its temperature
+TEMPERATURE = "jetrl_temperature"
+
+
 def select_of(select: Select) -> support.Select:
     """The rollout's settings, by vLLM's names."""
     return lambda name: select(f"{ROLLOUT}.{name}")
@@ -67,7 +71,7 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
 
     from jetrl_patch.exact.support import placed
 
-    given = _given(micro_batch)
+    given = _given(micro_batch, support.KEY)
     if not any(one is not None for one in given):
         return None
     *batch, width, _ = shape
@@ -97,11 +101,25 @@ def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int
         start += tokens if width is None else width
 
 
-def _given(micro_batch: Any) -> Sequence[Any]:
-    if support.KEY in micro_batch.keys():  # noqa: SIM118  # a TensorDict's own test
-        return [getattr(one, "data", one) for one in micro_batch[support.KEY]]
+def with_temperatures(micro_batch: Any) -> Any:
+    """The micro-batch with each sample's temperature, which verl supports, in place of one for all, if the samples bring others.
+
+    Rows of the data that ask for greedy decoding have log-probs at temperature 1, and an agent loop may choose its own.
+    """
+    import torch
+
+    own, shared = _given(micro_batch, TEMPERATURE), micro_batch["temperature"]
+    if isinstance(shared, torch.Tensor) or any(one is None for one in own) or set(own) <= {shared}:
+        return micro_batch
+    return micro_batch.copy().set("temperature", torch.tensor(own, device=micro_batch["input_ids"].device))
+
+
+def _given(micro_batch: Any, key: str) -> Sequence[Any]:
+    """What each sample brings under a key; empty if nobody does."""
+    if key in micro_batch.keys():  # noqa: SIM118  # a TensorDict's own test
+        return [getattr(one, "data", one) for one in micro_batch[key]]
     if "extra_fields" in micro_batch.keys():  # noqa: SIM118
-        return [getattr(one, "data", one).get(support.KEY) for one in micro_batch["extra_fields"]]
+        return [getattr(one, "data", one).get(key) for one in micro_batch["extra_fields"]]
     return ()
 
 

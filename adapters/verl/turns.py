@@ -1,7 +1,7 @@
-"""What the tokens of an agent loop's response were drawn from: recorded at each turn, and put in place when the loop returns.
+"""How the tokens of an agent loop's response were drawn: recorded at each turn, and given to the sample when the loop returns.
 
-verl's loops return lists of tokens, of which some are the model's and others a tool's or the user's. The supports of a turn do
-not pass through them, so each turn is noted beside the loop, in the loop's own task.
+verl's loops return lists of tokens, of which some are the model's and others a tool's or the user's. What the tokens of a turn
+were drawn from, and at which temperature, does not pass through them. So each turn is noted beside the loop, in the loop's task.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from jetrl_patch.adapters.verl.support import TEMPERATURE
+from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.support import KEY, Turn, of_turns
 
-#: the turns of the loop that runs in this task
-_turns: ContextVar[list[Turn] | None] = ContextVar("jetrl_turns", default=None)
+#: the turns of the loop that runs in this task, and their temperatures
+_turns: ContextVar[list[tuple[Turn, float]] | None] = ContextVar("jetrl_turns", default=None)
 
 
 @replacement
@@ -36,16 +38,28 @@ async def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from jetrl_patch.exact.support import Support
 
         packed = output.extra_fields.pop(KEY, None)
-        turns.append((list(output.token_ids), None if packed is None else Support.unpack(packed)))
+        drawn = None if packed is None else Support.unpack(packed)
+        temperature = kwargs["sampling_params"].get("temperature", 1.0) or 1.0  # greedy tokens have log-probs at 1
+        turns.append(((list(output.token_ids), drawn), float(temperature)))
     return output
 
 
 @replacement
 async def compute_score(original: Any, self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``AgentLoopWorker._compute_score``, with which all workers postprocess what a loop returns: give each its supports."""
+    """Wrap ``AgentLoopWorker._compute_score``, by which all workers postprocess what a loop returns: say how it was drawn.
+
+    Raises ConfigError if turns of one loop have several temperatures.
+    """
     turns = _turns.get() or []
-    if any(drawn is not None for _, drawn in turns):
-        left = iter(turns)
+    temperatures = {temperature for _, temperature in turns}
+    if len(temperatures) > 1:
+        required, found = "one for all turns of a loop", ", ".join(map(str, sorted(temperatures)))
+        fix = "pass the loop's sampling_params on as they are, or use align='linear'"
+        raise ConfigError(explain("the temperature of an agent loop in exact mode", required=required, found=found, fix=fix))
+    for output in outputs if temperatures else ():
+        output.extra_fields[TEMPERATURE] = next(iter(temperatures))
+    if any(drawn is not None for (_, drawn), _ in turns):
+        left = (turn for turn, _ in turns)
         for output in outputs:
             output.extra_fields[KEY] = of_turns(output.response_ids, output.response_mask, left).pack()
     return await original(self, outputs, *args, **kwargs)

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+_TOWER = {"vision_config.hidden_act": "gelu_pytorch_tanh"}
 #: family -> what its published models have and the tests' have not
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "topk_group": 2},
     "olmoe": {"rms_norm_eps": 1e-5},
+    "qwen3_vl": _TOWER,
+    "qwen3_vl_moe": {**_TOWER, "text_config.moe_intermediate_size": 48},  # with 16, a weight has the shape of its transpose
 }
 
 
@@ -39,8 +42,9 @@ def _as_published(initialize: Any, values: dict[str, Any]) -> Any:
     @functools.wraps(initialize)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        for name, value in values.items():
-            setattr(self, name, value)
+        for path, value in values.items():
+            owner, _, name = path.rpartition(".")
+            setattr(getattr(self, owner) if owner else self, name, value)
 
     return made
 

@@ -54,17 +54,23 @@ def test_measuring_leaves_verls_own_quantization_alone(base):
         assert OmegaConf.select(verl_config, path) == "fp8"
 
 
-@pytest.mark.parametrize(("config", "kind"), [(EXACT, "parquet"), (ROLLOUT, "jsonl"), (BF16, "parquet")])
-def test_rows_that_ask_for_greedy_decoding(base, tmp_path, config, kind):
-    """Their log-probs are those at temperature 1. Before, an AuditError in the first step blamed the machine."""
+@pytest.mark.parametrize(
+    ("config", "kind", "more"),
+    [
+        (EXACT, "parquet", []), (EXACT, "parquet", ["actor_rollout_ref.model.use_fused_kernels=True"]),
+        (ROLLOUT, "jsonl", []), (BF16, "parquet", []),
+    ],
+)  # fmt: skip
+def test_rows_that_ask_for_greedy_decoding(base, tmp_path, config, kind, more):
+    """Their log-probs are those at temperature 1, which exact samples bring to the trainer."""
     import pandas
 
     frame = pandas.DataFrame({"prompt": ["a", "b"], "__do_sample__": [True, False]})
     path, plain = tmp_path / f"data.{kind}", tmp_path / f"plain.{kind}"
     for data, place in ((frame, path), (frame[["prompt"]], plain)):
         data.to_parquet(place) if kind == "parquet" else data.to_json(place, orient="records", lines=True)
-    verl_config = base(f"data.train_files=[{plain},{path}]", f"{R}.temperature=0.7")
-    if config is BF16:
+    verl_config = base(f"data.train_files=[{plain},{path}]", f"{R}.temperature=0.7", *more)
+    if config is BF16 or (config is EXACT and not more):
         settings.check(verl_config, config)
         return
     with pytest.raises(ConfigError, match=r"data\.train_files: required no column __do_sample__ .*found one in"):

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from jetrl_patch.adapters.verl import logprob, support, turns
 from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.config import Config
-from jetrl_patch.errors import AuditError
+from jetrl_patch.errors import AuditError, ConfigError
 from jetrl_patch.exact.logprob import chained, edited
 from jetrl_patch.exact.support import Support
 from jetrl_patch.trainer.support import KEY
@@ -92,16 +92,16 @@ def test_turns_are_noted_beside_their_loop() -> None:
     def returned(tokens: list[int], drawn: Any = None) -> Any:
         return SimpleNamespace(token_ids=tokens, extra_fields={KEY: drawn.pack()} if drawn else {})
 
-    async def call(self: Any, output: Any) -> Any:
+    async def call(self: Any, output: Any, sampling_params: Any) -> Any:
         await asyncio.sleep(0)
         return output
 
     ask, place = turns.generate(call), turns.compute_score(score)
 
-    async def loop(self: Any, *given: Any, cut: int) -> Any:
+    async def loop(self: Any, *given: Any, cut: int, temperatures: Any = (0.7, 0.7, 0.7)) -> Any:
         tokens: list[int] = []
-        for one in given:
-            tokens += (await ask(self, returned(*one))).token_ids
+        for one, temperature in zip(given, temperatures):
+            tokens += (await ask(self, returned(*one), sampling_params={"temperature": temperature})).token_ids
         parts = [tokens[:cut], tokens[cut:]] if cut else [tokens]
         made = [SimpleNamespace(response_ids=part, response_mask=[1] * len(part), extra_fields={}) for part in parts]
         return await place(self, made, {})
@@ -109,13 +109,32 @@ def test_turns_are_noted_beside_their_loop() -> None:
     run = turns.run_agent_loop(loop)
 
     async def both() -> Any:
-        return await asyncio.gather(run(None, *TURNS, cut=0), run(None, *TURNS, cut=3), run(None, ([4], None), cut=0))
+        greedy = run(None, ([4], None), cut=0, temperatures=[0])
+        return await asyncio.gather(run(None, *TURNS, cut=0), run(None, *TURNS, cut=3), greedy)
 
     (whole,), parts, (free,) = asyncio.run(both())
     rows = [Support.unpack(one.extra_fields[KEY]) for one in (whole, *parts)]
     sizes = [one.counts.tolist() for one in rows]
     assert sizes == [[2, 1, 0, 1, 2], [2, 1, 0], [1, 2]] and KEY not in free.extra_fields
-    assert asyncio.run(ask(None, returned([4], Support.of([[4]])))).extra_fields.keys() == {KEY}
+    assert [one.extra_fields[support.TEMPERATURE] for one in (whole, *parts, free)] == [0.7, 0.7, 0.7, 1.0]
+    assert asyncio.run(ask(None, returned([4], Support.of([[4]])), sampling_params={})).extra_fields.keys() == {KEY}
+    with pytest.raises(ConfigError, match=r"required one for all turns of a loop, found 0\.7, 1\.0"):
+        asyncio.run(run(None, *TURNS, cut=0, temperatures=(0.7, 0, 1.0)))
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_each_sample_brings_its_temperature(v1: bool) -> None:
+    def given(*own: float | None, shared: Any = 0.7) -> Any:
+        batch = micro_batch(v1, [None] * 3).set_non_tensor("temperature", shared)
+        if v1:
+            return batch.set_non_tensor("extra_fields", [{support.TEMPERATURE: one} for one in own])
+        return batch.set_non_tensor(support.TEMPERATURE, list(own))
+
+    batch = given(0.7, 1.0, 0.7)
+    assert torch.equal(support.with_temperatures(batch)["temperature"], torch.tensor([0.7, 1.0, 0.7]))
+    assert batch["temperature"] == 0.7
+    for same in (given(0.7, 0.7, 0.7), given(0.7, None, 1.0), micro_batch(v1, DRAWN).set_non_tensor("temperature", 0.7)):
+        assert support.with_temperatures(same) is same
 
 
 #: prompts of 2, 3 and 1 tokens, responses of 3, 1 and 2; the second may draw every token

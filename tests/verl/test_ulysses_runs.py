@@ -13,6 +13,8 @@ REF = "actor_rollout_ref.ref"
 PACKED = f"{M}.use_remove_padding=True"
 CHECKPOINTING = f"{M}.enable_gradient_checkpointing=True"
 SIZE = "ulysses_sequence_parallel_size"
+#: each rank leaves out tokens of its slice
+DRAW = (f"{R}.temperature=0.7", f"{R}.top_p=0.9", f"{R}.top_k=50")
 UNIFIED = {"JETRL_PRECISION": "fp8-unified"}
 
 
@@ -34,7 +36,7 @@ def assert_reference(run: Run) -> None:
     ("processes", "strategy", "extra"),
     [
         (4, "fsdp2", ["trainer.use_v1=False", PACKED, f"{A}.{SIZE}=2", f"{R}.tensor_model_parallel_size=2"]),
-        (2, "fsdp", ["trainer.use_v1=True", PACKED, f"{A}.fsdp_config.{SIZE}=2", f"{REF}.{SIZE}=2", f"{R}.temperature=0.7"]),
+        (2, "fsdp", ["trainer.use_v1=True", PACKED, f"{A}.fsdp_config.{SIZE}=2", f"{REF}.{SIZE}=2", *DRAW]),
         (2, "fsdp2", ["trainer.use_v1=False", PACKED, f"{A}.{SIZE}=2", f"{REF}.{SIZE}=1", CHECKPOINTING]),
         (2, "fsdp2", ["trainer.use_v1=False", PACKED, f"{REF}.{SIZE}=2"]),
     ],
