@@ -28,7 +28,7 @@ _OF_MODELS = {
         "generate_from_inputs_embeds", "generate_from_random_inputs_embeds",
     ),
     "changes the attention or the experts of a converted model, or asks which of transformers' it has": (
-        "set_attention_dynamically", "sdpa_can_dispatch", "eager_matches_batched",
+        "set_attention_dynamically", "sdpa_can_dispatch", "eager_matches_batched", "attn_implementation_composite",
     ),
     "builds a model that exact mode refuses by name": (
         "correct_missing_keys", "sliding_window_mask", "tied_weights_keys", "reverse_loading_mapping",
