@@ -28,6 +28,7 @@ from jetrl_patch.patching.patch import NO_REPORT, needed
 from jetrl_patch.registry import Config, Journal, OnImport, Patch
 
 _ACTORS = "OpenRLHF loads plugins in its Ray actors (an entry point or a hook in BaseModelActor), with the driver's arguments"
+_SUPPORTS = "OpenRLHF's Experience has vLLM's sampling masks, and Actor.forward computes log-probs with them"
 _VERSION = "vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync sets it"
 _FIRST = "OpenRLHF's ActorPPOTrainer.ppo_train passes a flag like TransformerEngine's is_first_microbatch to the layers"
 _STATE = "OpenRLHF's DeepspeedStrategy.save_ckpt and load_ckpt have a hook for extra state such as jetrl.json"
@@ -191,8 +192,17 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "openrlhf.trainer.ray.launcher", "BaseModelActor.execute_batch", support.execute_batch,
         when=lambda config: config.exact,
-        reason="only vision-language models get the samples' dictionaries, which say what top_p left of a text model's tokens",
-        remove_when="OpenRLHF's Experience has vLLM's sampling masks, and Actor.forward computes log-probs with them",
+        reason="only vision-language models get the samples' dictionaries, which say what top_p left of a sample's tokens",
+        remove_when=_SUPPORTS,
+    ),
+    *(
+        Patch(
+            module, "merge_mm_train_inputs", support.merge_mm_train_inputs,
+            when=lambda config: config.exact,
+            reason="vision-language models would get all of the samples' dictionaries, also what top_p left of their tokens",
+            remove_when=_SUPPORTS,
+        )
+        for module in ("openrlhf.utils.vlm_utils", "openrlhf.trainer.ray.ppo_actor")
     ),
     Patch(
         "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", settings.optimizer_step,

@@ -309,10 +309,6 @@ def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlE
         required, fix = "no experts with a vision tower (an untested combination)", f"use a dense model, or {UNQUANTIZED}"
         yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
     select = functools.partial(_get, args)
-    if config.exact and support.limits(sampling_of(args)) and is_vision_language(hf_config):
-        required, found = "a text model (samples with images have no place for what the rollout left out)", hf_config.model_type
-        fix = "set it to 1, or use align='linear' without a correction"
-        yield ModelError(explain(argument("rollout.top_p"), required=required, found=f"model_type={found!r}", fix=fix))
     yield from vision.problems(select, hf_config, config)
     yield from lora_model_problems(select, hf_config, config)
 

@@ -1,7 +1,7 @@
 """Log-probs under top-p: bring what the rollout drew from to the policy actors, and leave out the rest.
 
 OpenRLHF's samples have a place for a dictionary of their own, ``mm_train_inputs``, which is None without images and reaches every
-forward pass of the policy and of the reference model. It carries the supports of a text model's tokens.
+forward pass of the policy and of the reference model. It carries the supports of a sample's tokens too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_to(sample: dict[str, Any], drawn: Sequence[Sequence[Sequence[int]] | Non
     for (start, end), turn in zip(turns, filled, strict=True):
         rows[start:end] = turn
     found = Support.of(rows).require(torch.tensor(tokens), "an agent's sample")
-    sample["mm_train_inputs"] = {KEY: found.pack()}
+    sample["mm_train_inputs"] = {**(sample["mm_train_inputs"] or {}), KEY: found.pack()}
 
 
 @replacement
@@ -56,6 +56,18 @@ def execute_batch(original: Any, self: Any, method_name: str, all_data: Any, sta
         return original(self, method_name, all_data, start_idx, end_idx)
     finally:
         WORKER.drawn = deque()
+
+
+@replacement
+def merge_mm_train_inputs(original: Any, samples: Sequence[Any], device: Any) -> Any:
+    """Wrap ``merge_mm_train_inputs``, which joins what the forward of a vision-language model gets: leave the supports out."""
+
+    def of_images(one: Any) -> Any:
+        if isinstance(one, list):
+            return [of_images(sample) for sample in one]
+        return one and {name: value for name, value in one.items() if name != KEY}
+
+    return original(of_images(samples), device)
 
 
 def of_rows(given: Any, sequences: Tensor, packed: Tensor | None, rows: int) -> Support | None:

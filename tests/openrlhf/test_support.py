@@ -43,6 +43,19 @@ def test_a_sample_gets_what_the_tokens_of_its_turns_were_drawn_from() -> None:
         held(TURNS, [DRAWN[0], [[8, 9]]])
 
 
+def test_a_sample_with_images_keeps_them_and_a_model_gets_nothing_else() -> None:
+    from openrlhf.utils.vlm_utils import merge_mm_train_inputs
+
+    pixels = torch.randn(3, 4)
+    seen = held({**SINGLE, "mm_train_inputs": {"pixel_values": pixels}}, [[[6, 2]]])["mm_train_inputs"]
+    assert seen["pixel_values"] is pixels and seen[KEY][0].tolist() == [0, 2]
+    unseen = held(SINGLE, [[[6, 2]]])["mm_train_inputs"]
+    merge = support.merge_mm_train_inputs(merge_mm_train_inputs)
+    for samples, count in (([[seen, None], [unseen, seen]], 6), ([seen, unseen, None], 3)):
+        assert {name: tensor.shape for name, tensor in merge(samples, "cpu").items()} == {"pixel_values": (count, 4)}
+    assert merge([[unseen], [None]], "cpu") == {}
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_row_gets_the_support_of_the_token_that_it_predicts(packed: bool) -> None:
     """Batches are lists of lists, samples are padded on the right, and a packed batch may be padded behind its last token."""

@@ -53,7 +53,7 @@ def make_task(folder: Path, family: str) -> Path:
     [
         ("qwen2_5_vl", BF16, (), 2),
         ("qwen2_5_vl", LINEAR, (), 2),
-        ("qwen2_5_vl", EXACT, (), 2),
+        ("qwen2_5_vl", EXACT, ("--rollout.top_p", "0.9"), 2),
         ("qwen3_vl", EXACT, (FROZEN,), 3),
         ("qwen2_5_vl", ROLLOUT, (), 2),
         ("qwen3_5", BF16, (FROZEN,), 2),
