@@ -106,9 +106,6 @@ class Rollout(Protocol):
     def check_kv_cache(self, exact: bool, /) -> None:
         """Raise a JetrlError on a machine without an FP8 KV cache, in exact mode or outside."""
 
-    def masks_error(self, what: str, /) -> JetrlError | None:
-        """The error about settings ``what`` that leave out tokens if the engine cannot return which; None if it can."""
-
     def routes_error(self, what: str, /) -> JetrlError | None:
         """The error about the setting ``what`` if the engine cannot return the chosen experts; None if it can."""
 

@@ -59,7 +59,7 @@ def execute_batch(original: Any, self: Any, method_name: str, all_data: Any, sta
 
 
 @replacement
-def merge_mm_train_inputs(original: Any, samples: Sequence[Any], device: Any) -> Any:
+def merge_mm_train_inputs(original: Any, mm_train_inputs_list: Sequence[Any], device: Any) -> Any:
     """Wrap ``merge_mm_train_inputs``, which joins what the forward of a vision-language model gets: leave the supports out."""
 
     def of_images(one: Any) -> Any:
@@ -67,7 +67,7 @@ def merge_mm_train_inputs(original: Any, samples: Sequence[Any], device: Any) ->
             return [of_images(sample) for sample in one]
         return one and {name: value for name, value in one.items() if name != KEY}
 
-    return original(of_images(samples), device)
+    return original(of_images(mm_train_inputs_list), device)
 
 
 def of_rows(given: Any, sequences: Tensor, packed: Tensor | None, rows: int) -> Support | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch import session
-from jetrl_patch.adapters.vllm import compat, speculation, support
+from jetrl_patch.adapters.vllm import carried, compat, speculation, support
 from jetrl_patch.adapters.vllm.fixes import FIXES
 from jetrl_patch.patching.patch import needed, replacement
 from jetrl_patch.registry import Adapter, Config, Journal, Patch, Rollout
@@ -155,7 +155,7 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 _MASKS = "vLLM returns sampling masks from each model runner, for requests without a top_k beside others too"
-#: in every mode, of releases whose engines can return sampling masks
+#: in every mode
 RECORDING: tuple[Patch, ...] = (
     Patch(
         "vllm.v1.sample.sampler", "Sampler.sample", support.sampler_sample,
@@ -167,6 +167,9 @@ RECORDING: tuple[Patch, ...] = (
         reason="the output of the V1 model runner has a field for these tokens, which the runner leaves empty",
         remove_when=_MASKS,
     ),
+)
+#: of releases with sampling masks
+MASKING: tuple[Patch, ...] = (
     Patch(
         "vllm.v1.worker.gpu.sample.sampler", "Sampler.__call__", support.v2_sampler_call,
         reason="return_sampling_mask=True would refuse requests without a top_k, and record the whole vocabulary of some",
@@ -222,7 +225,7 @@ class VllmAdapter(Adapter):
                 prepare_worker(worker, *self._session)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        recording = RECORDING if compat.returns_masks() else ()
+        recording = (*RECORDING, *(MASKING if compat.returns_masks() else carried.PATCHES))
         drafts = speculation.ON_CPU if compat.drafts_on_cpu() else ()
         return needed((*PATCHES, *recording, *speculation.PATCHES, *drafts, *FIXES), config)
 

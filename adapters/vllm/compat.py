@@ -22,7 +22,7 @@ _RETURNS = Difference(
 )  # fmt: skip
 _MASKS = Difference(
     "vllm.v1.outputs.ModelRunnerOutput.sampling_masks", changed_in="0.28", added=True,
-    handled="older engines cannot return which tokens top_k, top_p or min_p left: exact mode refuses these",
+    handled="older engines return which tokens top_k, top_p or min_p left beside the ids of log-probs",
 )  # fmt: skip
 _LAUNCHERS = tuple(
     Difference(
@@ -128,17 +128,9 @@ def routes_error(what: str = "enable_return_routed_experts with a quantized roll
 
 
 def returns_masks() -> bool:
-    """Whether this vLLM can return the tokens that each token was drawn from. Does not import vLLM."""
+    """Whether this vLLM has a place for the tokens that each token was drawn from. Does not import vLLM."""
     found = installed_version("vllm")
     return found is not None and _MASKS.is_in(found)
-
-
-def masks_error(what: str) -> VersionError | None:
-    """Return the error if it cannot, for a setting ``what`` that needs them; else None."""
-    if returns_masks():
-        return None
-    wanted, fix = f"vllm>={_MASKS.changed_in}, which can return the tokens that it draws from", "install it, or drop these"
-    return VersionError(explain(what, required=wanted, found=installed_version("vllm") or "none", fix=fix))
 
 
 def drafts_on_cpu() -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jetrl_patch.adapters.vllm.arguments import argument_problems, check_kv_cache
-from jetrl_patch.adapters.vllm.compat import masks_error, routes_error
+from jetrl_patch.adapters.vllm.compat import routes_error
 from jetrl_patch.adapters.vllm.orders import join
 from jetrl_patch.adapters.vllm.parameters import parameter_problems
 from jetrl_patch.errors import ConfigError, ModelError, explain
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jetrl_patch.progress import Progress
 
 __all__ = [
-    "argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "masks_error", "parameter_problems",
+    "argument_problems", "build_engine", "check_kv_cache", "generate", "install", "join", "parameter_problems",
     "routes_error", "sample",
 ]  # fmt: skip
 
@@ -145,7 +145,7 @@ def execution(engine: Any) -> str:
 
 
 def check_draw(draw: Draw, job: Job) -> None:
-    """Raise ConfigError for numbers that vLLM refuses, VersionError if it cannot return the tokens that it draws from."""
+    """Raise ConfigError for numbers that vLLM refuses, and for a stock engine that leaves out tokens."""
     limits = {
         "--temperature": (draw.temperature, draw.temperature >= LEAST_TEMPERATURE, REQUIRED_TEMPERATURE),
         "--top-k": (draw.top_k, draw.top_k >= 0, "0 (all tokens) or more"),
@@ -155,12 +155,9 @@ def check_draw(draw: Draw, job: Job) -> None:
     for name, (found, good, required) in limits.items():
         if not good:
             raise ConfigError(explain(name, required=required, found=found, fix="choose another one"))
-    if draw.limited:
-        if job.stock is not None:
-            required, fix = "requests that may draw all tokens", "drop --top-k, --top-p and --min-p"
-            raise ConfigError(explain("--stock", required=required, found="others", fix=fix))
-        if (error := masks_error("--top-k, --top-p and --min-p")) is not None:
-            raise error
+    if draw.limited and job.stock is not None:
+        required, fix = "requests that may draw all tokens", "drop --top-k, --top-p and --min-p"
+        raise ConfigError(explain("--stock", required=required, found="others", fix=fix))
 
 
 def generate(

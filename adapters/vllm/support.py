@@ -1,23 +1,32 @@
 """Record which tokens each token was drawn from, in both model runners of vLLM.
 
 vLLM has a record of its own, the sampling masks, for engines with the V2 runner in which every request has a top-k. Everything
-behind the runner, from the scheduler to ``CompletionOutput.sampling_mask``, serves both. Here the runners record the tokens of
-requests with top-k, top-p or min-p, and nothing for the others. The V1 runner also records what banned tokens leave, as the ids
-of ``exact.support.Support``.
+behind the runner, from the scheduler to ``CompletionOutput.sampling_mask``, serves both; releases without it carry the record as
+``carried`` says. Here the runners record the tokens of requests with top-k, top-p or min-p, and nothing for the others. The V1
+runner also records what banned tokens leave, as the ids of ``exact.support.Support``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jetrl_patch.adapters.vllm.compat import returns_masks
 from jetrl_patch.patching.attached import Attached
 from jetrl_patch.patching.patch import replacement
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: the last step's sampling masks, on the runner's sampler
-_LAST: Attached[Any] = Attached("_jetrl_masks", "what Sampler.forward returns to the runner has no field for them")
+
+class Record(NamedTuple):
+    """What the tokens of a step's n requests were drawn from: the ids int32 of all, and where each request's begin [n + 1]."""
+
+    ids: Any
+    offsets: Any
+
+
+#: the record of the last step, on the runner's sampler
+LAST: Attached[Record | None] = Attached("_jetrl_masks", "what Sampler.forward returns to the runner has no field for them")
 #: whether a grammar bans tokens in this step, on the same
 _GRAMMAR: Attached[bool] = Attached("_jetrl_grammar", "the runner has applied it to the logits that the sampler gets")
 #: whether tokens were banned in any step, on the same. From then on each step has a record, because some bans end early
@@ -67,18 +76,20 @@ def sampler_sample(original: Any, self: Any, logits: Tensor, sampling_metadata: 
         masks = _masks(log_probs, None if bans else limited)
     elif log_probs is not None and _BANNED.get(self):
         masks = _no_masks(len(log_probs))
-    _LAST.set(self, masks)
+    LAST.set(self, masks)
     return sampled, log_probs
 
 
 @replacement
 def sample_tokens(original: Any, self: Any, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap V1's ``GPUModelRunner.sample_tokens``: its output, which may still be on its way from the GPU, gets the masks."""
-    _LAST.set(self.sampler, None)
+    LAST.set(self.sampler, None)
     _GRAMMAR.set(self.sampler, grammar_output is not None)
     output = original(self, grammar_output, *args, **kwargs)
-    if (masks := _LAST.get(self.sampler)) is not None:
-        getattr(output, "_model_runner_output", output).sampling_masks = masks
+    if returns_masks() and (record := LAST.get(self.sampler)) is not None:
+        from vllm.v1.outputs import SamplingMaskLists
+
+        getattr(output, "_model_runner_output", output).sampling_masks = SamplingMaskLists(*record)
     return output
 
 
@@ -101,14 +112,13 @@ def _limited(metadata: Any, logits: Tensor) -> Tensor | None:
     return found
 
 
-def _masks(log_probs: Tensor, limited: Tensor | None) -> Any:
-    """vLLM's ``SamplingMaskLists`` of log-probs [n, V], which are −inf for tokens left out. The host waits for the device.
+def _masks(log_probs: Tensor, limited: Tensor | None) -> Record:
+    """The record of log-probs [n, V], which are −inf for tokens left out. The host waits for the device.
 
     ``limited`` [n]: the requests of which there is anything to record; None for all.
     """
     import numpy as np
     import torch
-    from vllm.v1.outputs import SamplingMaskLists
 
     kept = log_probs > -float("inf")
     bans = kept.sum(1, keepdim=True) > log_probs.shape[1] // 2  # then those that were left out are fewer
@@ -116,12 +126,11 @@ def _masks(log_probs: Tensor, limited: Tensor | None) -> Any:
     rows, tokens = named.nonzero().unbind(1)
     offsets = np.zeros(len(named) + 1, dtype=np.int64)
     np.cumsum(named.sum(1).cpu().numpy(), out=offsets[1:])
-    return SamplingMaskLists(torch.where(bans[rows, 0], ~tokens, tokens).int().cpu().numpy(), offsets)
+    return Record(torch.where(bans[rows, 0], ~tokens, tokens).int().cpu().numpy(), offsets)
 
 
-def _no_masks(requests: int) -> Any:
-    """Those of a step in which no request leaves out a token."""
+def _no_masks(requests: int) -> Record:
+    """That of a step in which no request leaves out a token."""
     import numpy as np
-    from vllm.v1.outputs import SamplingMaskLists
 
-    return SamplingMaskLists(np.zeros(0, dtype=np.int32), np.zeros(requests + 1, dtype=np.int64))
+    return Record(np.zeros(0, dtype=np.int32), np.zeros(requests + 1, dtype=np.int64))

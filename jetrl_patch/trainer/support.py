@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConfigError, JetrlError, explain
 
@@ -72,8 +71,6 @@ def problems(
         if missing := [words for words, is_missing in lacking.items() if is_missing]:
             fix = f"change that, {ALL}, or use align='linear' without a correction"
             yield ConfigError(explain(what, required=" and ".join(missing), found=values, fix=fix))
-        elif (error := registry.rollout().masks_error(what)) is not None:
-            yield error
     elif corrected:
         required = f"a rollout that draws by the temperature alone, as the trainer assumes, for the ratios of {corrected}"
         fix = f"{ALL} without penalties, or turn the correction off"

@@ -45,6 +45,31 @@ def test_requests_that_limit_tokens_in_several_ways(checkpoint: Callable[..., st
     assert int(sizes.min()) == 1 < int(sizes.max())
 
 
+def test_a_release_without_sampling_masks_carries_them_beside_log_probs(
+    checkpoint: Callable[..., str], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come and go, and some ask for more log-probs than their token's."""
+    from vllm import SamplingParams
+
+    from jetrl_patch.adapters.vllm import compat, support
+
+    for module in (compat, support):
+        monkeypatch.setattr(module, "returns_masks", lambda: False)
+    job = job_of(checkpoint("qwen3"))
+    llm = engine(job)
+    assert_equal(job, run(lambda _: llm, job, [(1, 2), (32, 1)], 12), tokens=300)
+    fixed = {"ignore_eos": True, "detokenize": False, "top_k": 5}
+    params = [SamplingParams(**fixed, max_tokens=4 + i, logprobs=asked) for i, asked in enumerate((0, 2, None))]
+    asked = [{"prompt_token_ids": ids} for ids in prompts_of(3, (3, 9))]
+    few, more, none = (output.outputs[0] for output in llm.generate(asked, params, use_tqdm=False))
+    for done in (few, more):
+        rows = done.sampling_mask.token_ids
+        assert len(rows) == len(done.token_ids) and all(token in row for token, row in zip(done.token_ids, rows))
+        assert min(map(len, rows)) == 5
+    assert {len(entry) for entry in more.logprobs} <= {2, 3} and none.logprobs is none.sampling_mask is None
+
+
+@pytest.mark.pins
 @pytest.mark.parametrize("batch", [1, 32])
 def test_requests_that_ban_tokens(checkpoint: Callable[..., str], engine: Any, batch: int) -> None:
     """Few or many allowed tokens, no end before some tokens, the same with top-p, and requests without a ban."""
@@ -66,7 +91,9 @@ def test_requests_that_ban_tokens(checkpoint: Callable[..., str], engine: Any, b
     samples = []
     for i, output in enumerate(outputs):
         done, given = output.outputs[0], bans[i % len(bans)]
-        support = Support.of(done.sampling_mask.token_ids).require(torch.tensor(done.token_ids), "a response")
+        # before vLLM 0.28 a request that draws from all tokens has a record only beside others
+        rows = [[]] * len(done.token_ids) if (masks := getattr(done, "sampling_mask", None)) is None else masks.token_ids
+        support = Support.of(rows).require(torch.tensor(done.token_ids), "a response")
         log_probs = [entry[token].logprob for entry, token in zip(done.logprobs, done.token_ids, strict=True)]
         samples.append(Sample(list(output.prompt_token_ids), list(done.token_ids), log_probs, support=support))
         if least := given.get("min_tokens"):
