@@ -65,7 +65,7 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
         shape: of the logits: [B, T, V] if samples are padded, else [1, T, V] or [T, V] with padding behind the last sample. Of
             ranks that share sequences each has T of all rows.
 
-    Raises AuditError if a sample has fewer supports than tokens of its response.
+    Raises AuditError if a sample has fewer supports than tokens of its response, or brings an error of its agent loop.
     """
     from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
@@ -91,6 +91,8 @@ def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int
 
     start = 0
     for one, (tokens, response) in zip(given, lengths, strict=True):
+        if isinstance(one, str):
+            raise AuditError(one)
         if one is not None:
             found = Support.unpack(one)
             if len(found.counts) < response:

@@ -6,12 +6,12 @@ were drawn from, and at which temperature, does not pass through them. So each t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from jetrl_patch.adapters.verl.support import TEMPERATURE
-from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.support import KEY, Turn, of_turns
 
@@ -48,18 +48,27 @@ async def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 async def compute_score(original: Any, self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``AgentLoopWorker._compute_score``, by which all workers postprocess what a loop returns: say how it was drawn.
 
-    Raises ConfigError if turns of one loop have several temperatures.
+    Samples bring an error to the trainer, which ends the run: verl's V1 workers log an exception and go on without them.
     """
-    turns = _turns.get() or []
+    try:
+        for output, found in zip(outputs, _drawn(outputs, _turns.get() or []), strict=True):
+            output.extra_fields |= found
+    except JetrlError as error:
+        for output in outputs:
+            output.extra_fields[KEY] = str(error)
+    return await original(self, outputs, *args, **kwargs)
+
+
+def _drawn(outputs: Sequence[Any], turns: Sequence[tuple[Turn, float]]) -> Iterator[dict[str, Any]]:
+    """Yield the further fields of each sample. Raises ConfigError for several temperatures, AuditError as ``of_turns``."""
     temperatures = {temperature for _, temperature in turns}
     if len(temperatures) > 1:
         required, found = "one for all turns of a loop", ", ".join(map(str, sorted(temperatures)))
         fix = "pass the loop's sampling_params on as they are, or use align='linear'"
         raise ConfigError(explain("the temperature of an agent loop in exact mode", required=required, found=found, fix=fix))
-    for output in outputs if temperatures else ():
-        output.extra_fields[TEMPERATURE] = next(iter(temperatures))
-    if any(drawn is not None for (_, drawn), _ in turns):
-        left = (turn for turn, _ in turns)
-        for output in outputs:
-            output.extra_fields[KEY] = of_turns(output.response_ids, output.response_mask, left).pack()
-    return await original(self, outputs, *args, **kwargs)
+    limited, left = any(drawn is not None for (_, drawn), _ in turns), (turn for turn, _ in turns)
+    for output in outputs:
+        fields: dict[str, Any] = {TEMPERATURE: temperature for temperature in temperatures}  # noqa: B035  # at most one
+        if limited:
+            fields[KEY] = of_turns(output.response_ids, output.response_mask, left).pack()
+        yield fields

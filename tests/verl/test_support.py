@@ -12,9 +12,10 @@ import torch
 from tensordict import TensorDict
 
 from jetrl_patch.adapters.verl import logprob, support, turns
+from jetrl_patch.adapters.verl.support import TEMPERATURE
 from jetrl_patch.adapters.verl.yaml_settings import selector
 from jetrl_patch.config import Config
-from jetrl_patch.errors import AuditError, ConfigError
+from jetrl_patch.errors import AuditError
 from jetrl_patch.exact.logprob import chained, edited
 from jetrl_patch.exact.support import Support
 from jetrl_patch.trainer.support import KEY
@@ -116,10 +117,12 @@ def test_turns_are_noted_beside_their_loop() -> None:
     rows = [Support.unpack(one.extra_fields[KEY]) for one in (whole, *parts)]
     sizes = [one.counts.tolist() for one in rows]
     assert sizes == [[2, 1, 0, 1, 2], [2, 1, 0], [1, 2]] and KEY not in free.extra_fields
-    assert [one.extra_fields[support.TEMPERATURE] for one in (whole, *parts, free)] == [0.7, 0.7, 0.7, 1.0]
+    assert [one.extra_fields[TEMPERATURE] for one in (whole, *parts, free)] == [0.7, 0.7, 0.7, 1.0]
     assert asyncio.run(ask(None, returned([4], Support.of([[4]])), sampling_params={})).extra_fields.keys() == {KEY}
-    with pytest.raises(ConfigError, match=r"required one for all turns of a loop, found 0\.7, 1\.0"):
-        asyncio.run(run(None, *TURNS, cut=0, temperatures=(0.7, 0, 1.0)))
+    (hot,) = asyncio.run(run(None, *TURNS, cut=0, temperatures=(0.7, 0, 1.0)))
+    assert TEMPERATURE not in hot.extra_fields
+    with pytest.raises(AuditError, match=r"required one for all turns of a loop, found 0\.7, 1\.0"):
+        support.of_rows(micro_batch(True, [None, None, None], error=hot.extra_fields[KEY]), (1, 12, 20))
 
 
 @pytest.mark.parametrize("v1", [False, True])
@@ -127,8 +130,8 @@ def test_each_sample_brings_its_temperature(v1: bool) -> None:
     def given(*own: float | None, shared: Any = 0.7) -> Any:
         batch = micro_batch(v1, [None] * 3).set_non_tensor("temperature", shared)
         if v1:
-            return batch.set_non_tensor("extra_fields", [{support.TEMPERATURE: one} for one in own])
-        return batch.set_non_tensor(support.TEMPERATURE, list(own))
+            return batch.set_non_tensor("extra_fields", [{TEMPERATURE: one} for one in own])
+        return batch.set_non_tensor(TEMPERATURE, list(own))
 
     batch = given(0.7, 1.0, 0.7)
     assert torch.equal(support.with_temperatures(batch)["temperature"], torch.tensor([0.7, 1.0, 0.7]))
@@ -143,8 +146,10 @@ PACKED = [[], [7], [8, 9], [6], [], *[[]] * 4, [5], [4], []]
 PADDED = [[], [7], [8, 9], [6], [], *[[]] * 5, [5], [4], [], [], []]
 
 
-def micro_batch(v1: bool, drawn: list[Any]) -> Any:
-    found = [one and tuple(torch.tensor(part, dtype=torch.int32).numpy() for part in one) for one in drawn]
+def micro_batch(v1: bool, drawn: list[Any], error: str | None = None) -> Any:
+    found: list[Any] = [one and tuple(torch.tensor(part, dtype=torch.int32).numpy() for part in one) for one in drawn]
+    if error is not None:
+        found[1] = error
     sizes = [5, 4, 3]
     data: dict[str, Any] = {"input_ids": torch.nested.nested_tensor([torch.zeros(n).long() for n in sizes], layout=torch.jagged)}
     if v1:
