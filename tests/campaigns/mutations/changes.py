@@ -212,6 +212,23 @@ GROUPS = (
         ),
     ),
     Group(
+        f"{_CORE}/trainer/support.py", ("tests/trainer/test_turns.py",),
+        (
+            ("for place, drawn in enumerate(mask) if drawn]", "for place, drawn in enumerate(mask)]"),
+            ("or found != list(tokens[: len(found)]) or", "or"),
+            ("or here[-1] - here[0] != len(here) - 1:", ":"),
+            ("pieces.append((here[0], drawn.part(0, len(here))))", "pieces.append((here[0], drawn))"),
+        ),
+    ),
+    Group(
+        "adapters/verl/support.py", ("tests/verl/test_support.py",),
+        (
+            ("first = rows * get_ulysses_sequence_parallel_rank()", "first = 0"),
+            ("any(one is None for one in own) or set(own) <= {shared}", "any(one is None for one in own) or shared in own"),
+            ("            raise AuditError(one)\n", "            continue\n"),
+        ),
+    ),
+    Group(
         f"{_CORE}/exact/vocabulary.py", ("tests/fp8/test_split.py",),
         (
             ("return every[:, :vocabulary]", "return every"),
