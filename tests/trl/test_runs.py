@@ -57,7 +57,7 @@ def test_trls_defaults_are_exact_and_a_checkpoint_keeps_the_settings(tmp_path: P
             assert_exact(json.loads((tmp_path / "log.json").read_text())[-2])
 
 
-@pytest.mark.parametrize("rloo", [False, True])
+@pytest.mark.parametrize("rloo", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_without_vllm_nothing_is_compared(tmp_path: Path, rloo: bool) -> None:
     """A precision that only measures leaves such a run alone: transformers generates, with the trainer's own weights."""
     for line in steps_of(train(tmp_path, {"precision": "bf16"}, {"use_vllm": False, "rloo": rloo}), 3):

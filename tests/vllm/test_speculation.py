@@ -74,6 +74,7 @@ def test_a_token_behind_the_drafts_that_is_rounded_twice_is_seen(
     assert 0.5 < apart(job, samples).bit_equal_fraction < 1
 
 
+@pytest.mark.slow
 def test_the_whole_vocabulary(checkpoint: Callable[..., str], engine: Any) -> None:
     from jetrl_patch.adapters.vllm.sample import generate
 
@@ -109,7 +110,7 @@ def test_n_grams_are_accepted_as_json_too() -> None:
     assert list(argument_problems({"speculative_config": "ngram"}, config, 1, str))
 
 
-@pytest.mark.parametrize("draw", [Draw(top_k=20), Draw(top_p=0.9)])
+@pytest.mark.parametrize("draw", [Draw(top_k=20), pytest.param(Draw(top_p=0.9), marks=pytest.mark.slow)])
 def test_requests_that_limit_tokens_are_refused(checkpoint: Callable[..., str], engine: Any, draw: Draw) -> None:
     from jetrl_patch.adapters.vllm.sample import generate
 
