@@ -57,7 +57,6 @@ def test_the_config_travels_pickled(checkpoint: Callable[..., str]) -> None:
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"limit_mm_per_prompt": {"video": 1}}, "limit_mm_per_prompt for videos"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
     ],
 )
 def test_conflicts_are_named(checkpoint: Callable[..., str], settings: dict[str, Any], said: str) -> None:
