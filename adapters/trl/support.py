@@ -98,8 +98,10 @@ def of_turns(
     def turns(whole: list[int]) -> Iterator[Turn]:
         for call in calls:
             for asked, tokens, drawn in zip(*call, strict=True):
+                if not tokens or whole[: len(asked)] != asked:
+                    continue
                 rest = whole[len(asked) :]
-                if tokens and whole[: len(asked)] == asked and rest[: len(tokens)] == tokens[: len(rest)]:
+                if rest[: len(tokens)] == tokens[: len(rest)]:
                     yield tokens, drawn
                     break
 

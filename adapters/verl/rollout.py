@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.verl import ulysses
+from jetrl_patch.adapters.verl import support, ulysses
 from jetrl_patch.adapters.verl.precision import FP16
 from jetrl_patch.adapters.verl.yaml_settings import (
     ACTOR,
@@ -205,9 +205,9 @@ def data_problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
     vLLM gives greedy samples their log-probs at temperature 1, the trainer computes all of them at the rollout's.
     """
-    temperature, fsdp = select(f"{ROLLOUT}.temperature"), select(f"{ACTOR}.strategy") in ("fsdp", "fsdp2")
-    brings = config.exact and fsdp and not select(f"{MODEL}.use_fused_kernels")
-    if config.mode.only_measures or temperature == 1 or brings:
+    temperature = select(f"{ROLLOUT}.temperature")
+    follows = config.exact and not any(support.unfollowed(select).values())
+    if config.mode.only_measures or temperature == 1 or follows:
         return
     for setting, path in data_files(select):
         if setting == "data.train_files" and _GREEDY in _columns(os.path.expanduser(path)):

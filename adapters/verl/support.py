@@ -30,13 +30,20 @@ def select_of(select: Select) -> support.Select:
     return lambda name: select(f"{ROLLOUT}.{name}")
 
 
+def unfollowed(select: Select) -> dict[str, bool]:
+    """What the trainer needs to follow how each sample was drawn -> whether it is missing."""
+    return {
+        f"{ACTOR}.strategy=fsdp or fsdp2": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
+        f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
+    }
+
+
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for such settings where the trainer does not compute the same distribution, and where a ratio needs it."""
     section = select(CORRECTION) or {}
     corrects = config.correction != "none" or any(section.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
     lacking = {
-        f"{ACTOR}.strategy=fsdp or fsdp2": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
-        f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
+        **unfollowed(select),
         f"no {ENGINE}.speculative_config": select(f"{ENGINE}.speculative_config") is not None,
         "a trainer without async_training": select("async_training") is not None,
     }

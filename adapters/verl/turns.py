@@ -6,7 +6,7 @@ were drawn from, and at which temperature, does not pass through them. So each t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -50,25 +50,24 @@ async def compute_score(original: Any, self: Any, outputs: Sequence[Any], *args:
 
     Samples bring an error to the trainer, which ends the run: verl's V1 workers log an exception and go on without them.
     """
-    try:
-        for output, found in zip(outputs, _drawn(outputs, _turns.get() or []), strict=True):
-            output.extra_fields |= found
-    except JetrlError as error:
-        for output in outputs:
-            output.extra_fields[KEY] = str(error)
+    if turns := _turns.get():
+        try:
+            _describe(outputs, turns)
+        except JetrlError as error:
+            for output in outputs:
+                output.extra_fields[KEY] = str(error)
     return await original(self, outputs, *args, **kwargs)
 
 
-def _drawn(outputs: Sequence[Any], turns: Sequence[tuple[Turn, float]]) -> Iterator[dict[str, Any]]:
-    """Yield the further fields of each sample. Raises ConfigError for several temperatures, AuditError as ``of_turns``."""
-    temperatures = {temperature for _, temperature in turns}
-    if len(temperatures) > 1:
-        required, found = "one for all turns of a loop", ", ".join(map(str, sorted(temperatures)))
+def _describe(outputs: Sequence[Any], turns: Sequence[tuple[Turn, float]]) -> None:
+    """Add to each sample how it was drawn. Raises ConfigError for several temperatures, AuditError as ``of_turns``."""
+    temperature, *others = sorted({temperature for _, temperature in turns})
+    if others:
+        required, found = "one for all turns of a loop", ", ".join(map(str, (temperature, *others)))
         fix = "pass the loop's sampling_params on as they are, or use align='linear'"
         raise ConfigError(explain("the temperature of an agent loop in exact mode", required=required, found=found, fix=fix))
     limited, left = any(drawn is not None for (_, drawn), _ in turns), (turn for turn, _ in turns)
     for output in outputs:
-        fields: dict[str, Any] = {TEMPERATURE: temperature for temperature in temperatures}  # noqa: B035  # at most one
+        output.extra_fields[TEMPERATURE] = temperature
         if limited:
-            fields[KEY] = of_turns(output.response_ids, output.response_mask, left).pack()
-        yield fields
+            output.extra_fields[KEY] = of_turns(output.response_ids, output.response_mask, left).pack()

@@ -164,12 +164,17 @@ RECORDING: tuple[Patch, ...] = (
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", support.sample_tokens,
-        reason="the output of the V1 model runner has a field for these tokens, which the runner leaves empty",
+        reason="the V1 model runner applies a grammar's bans to the logits before the sampler, which is not told",
         remove_when=_MASKS,
     ),
 )
 #: of releases with sampling masks
 MASKING: tuple[Patch, ...] = (
+    Patch(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", support.sample_tokens_with_masks,
+        reason="the output of the V1 model runner has a field for these tokens, which the runner leaves empty",
+        remove_when=_MASKS,
+    ),
     Patch(
         "vllm.v1.worker.gpu.sample.sampler", "Sampler.__call__", support.v2_sampler_call,
         reason="return_sampling_mask=True would refuse requests without a top_k, and record the whole vocabulary of some",

@@ -24,14 +24,14 @@ _MASKS = Difference(
     "vllm.v1.outputs.ModelRunnerOutput.sampling_masks", changed_in="0.28", added=True,
     handled="older engines return which tokens top_k, top_p or min_p left beside the ids of log-probs",
 )  # fmt: skip
+#: what the rejection sampler launches kernels by
+LAUNCHERS = ("_expand", "_rejection_greedy_sample", "_rejection_random_sample", "_sample_recovered_tokens")
 _LAUNCHERS = tuple(
     Difference(
         f"vllm.v1.sample.rejection_sampler.{launcher}.kernel", changed_in="0.30", added=True,
         handled="older builds for CPUs expand temperatures as integers: speculative decoding is refused there",
     )
-    for launcher in (
-        "_expand", "_rejection_greedy_sample", "_rejection_random_sample", "_sample_recovered_tokens",
-    )
+    for launcher in LAUNCHERS
 )  # fmt: skip
 _FUNCTIONS = Difference(
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._postprocess_triton", changed_in="0.31", added=False,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.arguments import DRAFTS_REQUIRED, drafts_problem
-from jetrl_patch.adapters.vllm.compat import drafts_error
+from jetrl_patch.adapters.vllm.compat import LAUNCHERS, drafts_error
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.patch import NO_REPORT, Patch, replacement
 from jetrl_patch.trainer import support
@@ -99,31 +99,28 @@ class _Kernel:
         return lambda **given: self._function(**{name.removesuffix("_ptr"): value for name, value in given.items()})
 
 
-def _made_of(function: str) -> Callable[[Any], Any]:
-    """Return what makes a launcher's kernel of one of vLLM's functions, unless vLLM has Triton."""
+def _on_cpu(launcher: str) -> Callable[[Any], Any]:
+    """Return what makes a launcher's kernel of a function, unless vLLM has Triton."""
 
     def make(kernel: Any) -> Any:
         from vllm.triton_utils import HAS_TRITON
         from vllm.utils import cpu_triton_utils
 
-        return kernel if HAS_TRITON else _Kernel(kernel, getattr(cpu_triton_utils, function) if function else _expand)
+        if HAS_TRITON:
+            return kernel
+        return _Kernel(kernel, _expand if launcher == "_expand" else getattr(cpu_triton_utils, f"{launcher}_kernel_impl"))
 
     return make
 
 
 ON_CPU: tuple[Patch, ...] = tuple(
     Patch(
-        "vllm.v1.sample.rejection_sampler", f"{launcher}.kernel", _made_of(function),
+        "vllm.v1.sample.rejection_sampler", f"{launcher}.kernel", _on_cpu(launcher),
         fixes="vllm",
         reason="speculative decoding fails in vLLM's build for CPUs, which replaces kernels where nothing looks for them",
         upstream=NO_REPORT,
         remove_when="vLLM's CPUModelRunner._postprocess_triton sets the kernels of rejection_sampler's launchers",
         needed_by="speculative decoding on a CPU",
     )
-    for launcher, function in (
-        ("_expand", ""),
-        ("_rejection_greedy_sample", "_rejection_greedy_sample_kernel_impl"),
-        ("_rejection_random_sample", "_rejection_random_sample_kernel_impl"),
-        ("_sample_recovered_tokens", "_sample_recovered_tokens_kernel_impl"),
-    )
+    for launcher in LAUNCHERS
 )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jetrl_patch.adapters.vllm.compat import returns_masks
 from jetrl_patch.patching.attached import Attached
 from jetrl_patch.patching.patch import replacement
 
@@ -82,11 +81,17 @@ def sampler_sample(original: Any, self: Any, logits: Tensor, sampling_metadata: 
 
 @replacement
 def sample_tokens(original: Any, self: Any, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap V1's ``GPUModelRunner.sample_tokens``: its output, which may still be on its way from the GPU, gets the masks."""
+    """Wrap V1's ``GPUModelRunner.sample_tokens``: tell the sampler whether a grammar bans tokens, and forget the last step."""
     LAST.set(self.sampler, None)
     _GRAMMAR.set(self.sampler, grammar_output is not None)
-    output = original(self, grammar_output, *args, **kwargs)
-    if returns_masks() and (record := LAST.get(self.sampler)) is not None:
+    return original(self, grammar_output, *args, **kwargs)
+
+
+@replacement
+def sample_tokens_with_masks(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the same once more: its output, which may still be on its way from the GPU, gets the masks."""
+    output = original(self, *args, **kwargs)
+    if (record := LAST.get(self.sampler)) is not None:
         from vllm.v1.outputs import SamplingMaskLists
 
         getattr(output, "_model_runner_output", output).sampling_masks = SamplingMaskLists(*record)

@@ -51,10 +51,9 @@ def test_a_release_without_sampling_masks_carries_them_beside_log_probs(
     """Requests come and go, and some ask for more log-probs than their token's."""
     from vllm import SamplingParams
 
-    from jetrl_patch.adapters.vllm import compat, support
+    from jetrl_patch.adapters.vllm import compat
 
-    for module in (compat, support):
-        monkeypatch.setattr(module, "returns_masks", lambda: False)
+    monkeypatch.setattr(compat, "returns_masks", lambda: False)
     job = job_of(checkpoint("qwen3"))
     llm = engine(job)
     assert_equal(job, run(lambda _: llm, job, [(1, 2), (32, 1)], 12), tokens=300)
