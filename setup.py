@@ -50,7 +50,7 @@ setup(
     python_requires=">=3.11",
     packages=core + adapters,
     package_dir={"jetrl_patch": "jetrl_patch", "jetrl_patch.adapters": "adapters"},
-    package_data={"jetrl_patch": ["py.typed", "**/*.c", "**/*.h", "**/*.html", "**/*.css", "**/*.js"]},
+    package_data={"jetrl_patch": ["py.typed", "**/*.c", "**/*.h", "**/*.html"]},
     install_requires=table["CORE_REQUIREMENTS"],
     extras_require=table["EXTRAS"],
     entry_points={

@@ -32,6 +32,9 @@ def _extra(*names: str) -> list[str]:
     return [name + SUPPORTED[name][0] for name in names]
 
 
+#: for the page and the pictures of ``jetrl report``
+REPORT = ["plotly>=6", "matplotlib"]
+
 EXTRAS = {
     "vllm": _extra("torch", "transformers", "vllm"),
     # verl's default trainer imports TransferQueue, which comes only with some of verl's extras
@@ -42,5 +45,6 @@ EXTRAS = {
     "megatron": [*_extra("torch", "verl"), MEGATRON, "mbridge>=0.15"],
     "te": ["transformer_engine>=2.3", *_extra("torch")],
     "optim": ["torchao>=0.18,<0.19", *_extra("torch")],
-    "dev": ["pytest>=8", "pytest-cov", "pytest-timeout", "hypothesis", "ruff", "mypy", "matplotlib"],
+    "report": REPORT,
+    "dev": ["pytest>=8", "pytest-cov", "pytest-timeout", "hypothesis", "ruff", "mypy", *REPORT],
 }

@@ -126,17 +126,18 @@ def openrlhf_table(folder: Path) -> str:
 
 
 def photograph(page: Path, target: Path) -> None:
-    """A picture of the top of a report, down to the first charts of the mismatch."""
+    """A picture of the top of a report, down to the first four charts."""
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme="light")
+        opened = browser.new_page(viewport={"width": 1240, "height": 900})
         opened.goto(page.resolve().as_uri())
-        box = opened.locator("#chart-mismatch-mean").bounding_box()
+        opened.wait_for_selector("#lines .scatterlayer")
+        box = opened.locator("#lines").bounding_box()
         assert box is not None
-        clip = {"x": 0, "y": 0, "width": 1240, "height": box["y"] + box["height"] + 16}
+        clip = {"x": 0, "y": 0, "width": 1240, "height": box["y"] + 760}
         opened.screenshot(path=target, full_page=True, clip=clip)
         browser.close()
 

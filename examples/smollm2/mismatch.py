@@ -23,7 +23,7 @@ from examples.stability.arms import Arm, Setting
 from examples.stability.sweep import Job, sweep, wide_console
 from examples.words import CHECKPOINT
 from jetrl_patch.cli.parity.run import run_mode
-from jetrl_patch.cli.report.charts import LIGHT
+from jetrl_patch.cli.report.charts import COLORS
 from jetrl_patch.measure import parity
 from jetrl_patch.progress import Display
 from scripts.fill_figures import ROOT, versions
@@ -64,10 +64,10 @@ GRPO = Job(
 )
 #: (precision, align) -> column and colour
 MODES = {
-    ("bf16", "none"): ("`bf16`", LIGHT[0]),
-    ("fp8-rollout", "none"): ("`fp8-rollout`", LIGHT[1]),
-    ("fp8-unified", "linear"): ('`align="linear"`', LIGHT[3]),
-    ("fp8-unified", "exact"): ('`align="exact"`', LIGHT[2]),
+    ("bf16", "none"): ("`bf16`", COLORS[0]),
+    ("fp8-rollout", "none"): ("`fp8-rollout`", COLORS[1]),
+    ("fp8-unified", "linear"): ('`align="linear"`', COLORS[3]),
+    ("fp8-unified", "exact"): ('`align="exact"`', COLORS[2]),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from jetrl_patch.cli.main import app
 from jetrl_patch.cli.report import ReportError
 from jetrl_patch.cli.report.command import watch
+from jetrl_patch.cli.report.figures import script
 
 
 def data(step: int, mismatch: float) -> dict[str, Any]:
@@ -40,9 +42,14 @@ def report(*args: object) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, args)], catch_exceptions=True, env={"COLUMNS": "200"})
 
 
-def payload(page: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    return found
+def drawn(page: str) -> dict[str, dict[str, Any]]:
+    """The lines of the first run on the page, by the titles of their charts."""
+    call = page[page.index("Plotly.newPlot(", page.index('id="lines"')) :]
+    traces, rest = json.JSONDecoder().raw_decode(call, call.index("["))
+    layout, _ = json.JSONDecoder().raw_decode(call, call.index("{", rest))
+    titles = [note["text"].split("<b>")[1].split("</b>")[0] for note in layout["annotations"] if "<b>" in note["text"]]
+    axes = list(dict.fromkeys(trace["yaxis"] for trace in traces))
+    return {title: next(t for t in traces if t["yaxis"] == axis) for title, axis in zip(titles, axes, strict=True)}
 
 
 def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
@@ -53,18 +60,16 @@ def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
     assert made == {"report.html", "summary.json", "learning.png", "mismatch.png", "time.png", "scales.png"}
     assert "usual" in done.stdout and "16.7%" in done.stdout
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("</script>") == 2  # a name cannot end the data
+    assert "exact </script>" not in page  # a name cannot end the data
     assert "<title>a &lt; b</title>" in page
-    found = payload(page)
-    assert [run["name"] for run in found["runs"]] == ["exact </script> run", "usual"]
     first = json.loads((tmp_path / "out" / "summary.json").read_text())[0]
     assert first["parts"] == {"rollout": 1.0, "weight sync": 0.5, "training": 1.25, "other": 0.25}
     assert first["sync_share"] == pytest.approx(0.5 / 3)
     assert first["logp_abs_diff_mean"] == 0.0
     assert first["seed"] is None
-    series = next(c["series"] for c in found["charts"].values() if c["title"] == "Mean |Δ log-prob|")
-    assert series[0] == [list(range(6)), [0] * 6]
-    assert found["scales"]["saturation"]["layers"]["model.layers.0.q_proj"][0][1][:2] == [0, 1e-3]
+    first = drawn(page)["Mean |Δ log-prob|"]
+    assert first["name"] == "exact &lt;/script&gt; run" and [text for _, text in first["customdata"]] == ["0"] * 6
+    assert '"model.layers.0.q_proj"' in page[page.index('id="layers"') :]
 
 
 def test_a_line_that_was_cut_off_is_a_warning_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
@@ -92,23 +97,33 @@ def test_runs_without_a_common_metric_and_without_any(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_what_is_no_number_is_in_the_page_and_its_json_is_strict(tmp_path: Path) -> None:
+def test_what_is_no_number_is_in_the_page(tmp_path: Path) -> None:
     values = [0.1, math.nan, math.inf, 0.2, -math.inf, 0.3]
     path = tmp_path / "run.jsonl"  # Python's own json writes NaN and Infinity
     path.write_text("".join(json.dumps({"step": i, "data": {"reward": v}}) + "\n" for i, v in enumerate(values)))
     done = report(path, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
-    found = payload((tmp_path / "out" / "report.html").read_text())
-    assert found["charts"]["reward"]["series"][0][1] == [0.1, "NaN", "Infinity", 0.2, "-Infinity", 0.3]
+    found = drawn((tmp_path / "out" / "report.html").read_text())["Reward of the training batch"]
+    assert found["y"] == [0.1, None, None, 0.2, None, 0.3]
+    assert [text for _, text in found["customdata"]] == ["0.1", "NaN", "Infinity", "0.2", "-Infinity", "0.3"]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())[0]["reward_best"] == 0.3
 
 
-def test_pictures_are_left_out_where_matplotlib_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+@pytest.mark.parametrize(
+    ("module", "says", "left"),
+    [
+        ("matplotlib.figure", "pictures need matplotlib", {"report.html"}),
+        ("plotly.offline", "report.html needs plotly", {"learning.png", "mismatch.png", "time.png", "scales.png"}),
+    ],
+)
+def test_what_needs_a_library_that_is_missing_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, says: str, left: set[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
     done = report(write_run(tmp_path / "run.jsonl", 0.0), "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
-    assert "pictures need matplotlib" in done.stderr
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "summary.json"}
+    assert says in done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"summary.json"} | left
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
@@ -123,10 +138,10 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     done = report(path, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     page = (tmp_path / "out" / "report.html").read_text()
-    assert len(page) < 150_000
-    found = payload(page)["charts"]["reward"]["series"][0]
-    assert len(found[0]) <= 600
-    assert found[1][found[0].index(spike)] == 99.5
+    assert len(page) - len(script()) < 1_000_000
+    found = drawn(page)["Reward of the training batch"]
+    assert len(found["x"]) <= 600
+    assert found["y"][found["x"].index(spike)] == 99.5
 
 
 def test_watching_waits_for_a_run_follows_it_and_ends_with_the_finished_page(tmp_path: Path) -> None:
@@ -143,12 +158,12 @@ def test_watching_waits_for_a_run_follows_it_and_ends_with_the_finished_page(tmp
     console = Console(width=200, record=True, file=StringIO())
     warnings = Console(width=200, record=True, file=StringIO())
     watch([str(path)], tmp_path / "out", "title", 7, console, warnings, sleep)
-    assert [len(payload(text)["charts"]["reward"]["series"][0][0]) if text else 0 for text in looks] == [0, 1, 2, 2]
-    assert 'id="live" data-seconds="7"' in looks[-1]
+    assert [len(drawn(text)["Reward of the training batch"]["x"]) if text else 0 for text in looks] == [0, 1, 2, 2]
+    assert '<meta http-equiv="refresh" content="7">' in looks[-1]
     said = console.export_text()
     assert said.count(" step ") == 2 and "run step 1" in said  # nothing is said or written while the file stays as it is
     assert warnings.export_text().count("waiting: ") == 1
-    assert 'id="live"' not in page.read_text()
+    assert 'http-equiv="refresh"' not in page.read_text()
     assert (tmp_path / "out" / "learning.png").exists()
     assert not list((tmp_path / "out").glob(".*"))
 

@@ -1,4 +1,4 @@
-"""Thinning keeps extremes, rounding keeps values recognizable, styles are distinct, and layer names are parsed."""
+"""Thinning keeps extremes, styles are distinct, layer names are parsed, and Plotly's figures show what was logged."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch import Config
-from jetrl_patch.cli.report.charts import ALL_LAYERS, DARK, LIGHT, Scales, choose, describe, draw, split_name, thin
-from jetrl_patch.cli.report.page import short
+from jetrl_patch.cli.report import charts, figures
+from jetrl_patch.cli.report.charts import ALL_LAYERS, COLORS, Chart, Scales, choose, describe, draw, split_name, thin
 from jetrl_patch.cli.report.runs import Run, summarize
 from jetrl_patch.measure.statistics import FIELDS
 
@@ -44,35 +44,22 @@ def test_each_bin_keeps_its_own_spike() -> None:
     assert {v for _, v in kept if v} == {v for v in values if v}
 
 
-@given(floats)
-def test_a_short_value_says_the_same(value: float) -> None:
-    found = short(value)
-    if not math.isfinite(value):
-        assert isinstance(found, str) and repr(float(found)) == repr(value)
-        return
-    assert not isinstance(found, str)
-    assert (found == 0) == (value == 0) and (found == 1) == (value == 1)
-    assert math.isclose(found, value, rel_tol=1e-4)
-
-
 def luminance(color: str) -> float:
     parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize(("colors", "ground"), [(LIGHT, "#ffffff"), (DARK, "#171d28")])
-def test_every_line_stands_out_from_its_ground(colors: tuple[str, ...], ground: str) -> None:
-    for color in colors:
-        low, high = sorted((luminance(color), luminance(ground)))
-        assert (high + 0.05) / (low + 0.05) >= 3.0, color
+@pytest.mark.parametrize("color", COLORS)
+def test_every_line_stands_out_from_its_ground(color: str) -> None:
+    assert 1.05 / (luminance(color) + 0.05) >= 3.0
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 16])
 def test_no_two_runs_look_the_same(count: int) -> None:
     styles = choose([Run("", "", 0, name=f"run {i}", source=f"run {i}") for i in range(count)])
     assert len(set(styles)) == count
-    if count <= len(LIGHT):
+    if count <= len(COLORS):
         assert len({style.color for style in styles}) == count
 
 
@@ -111,12 +98,10 @@ def test_the_worst_is_the_largest_or_of_a_ratio_the_smallest() -> None:
     runs = [Run("", "", 0, {1: {**data(10, 1.0), **data(2, 5.0)}, 2: {**data(10, 7.0), **data(2, 3.0)}})]
     scales = Scales(runs)
     assert scales.layers == ["layers.2", "layers.10"]
-    assert scales.worst(0, "saturation", "layers.2") == 5.0
-    assert scales.worst(0, "sqnr db", "layers.2") == 3.0
     assert scales.chart("saturation").series[0] == [(1, 5.0), (2, 7.0)]
     assert scales.chart("sqnr db").series[0] == [(1, 1.0), (2, 3.0)]
     runs[0].steps[3] = data(2, math.nan)
-    assert math.isnan(Scales(runs).worst(0, "saturation", "layers.2") or 0.0)
+    assert math.isnan(dict(Scales(runs).chart("saturation").series[0])[3])
 
 
 def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
@@ -151,25 +136,17 @@ def test_the_monitors_figures_say_what_they_are() -> None:
     assert describe("something else").title == "something else"
 
 
-def test_the_worst_expert_is_that_of_the_worst_step() -> None:
-    name = "model.layers.3.mlp.experts"
-
-    def data(sqnr: float, slices: float, expert: float) -> dict[str, float]:
-        found = {"sqnr": sqnr, "slice_sqnr": slices, "worst_expert": expert}
-        of_all = {"jetrl/scale/weight_worst_expert": expert, "jetrl/scale/weight_worst_experts": 7.0}
-        return {f"jetrl/scale/{name}/weight_{figure}": value for figure, value in found.items()} | of_all
-
-    scales = Scales([Run("", "", 0, {1: data(30, 29, 90), 2: data(29, 12, 17), 3: data(28, math.nan, 4), 4: {}})])
-    assert scales.layers == [name] and scales.worst(0, "weight worst expert", name) == 17
-    assert scales.worst(0, "weight worst expert", "another") is None
-    assert not any("worst" in what for what in scales.headline)
+def test_a_worst_expert_is_a_number_and_none_is_worse_than_another() -> None:
+    assert charts.worst("weight worst expert", [(1, 90.0), (2, 17.0)]) == 17
     assert describe("weight worst expert").style == "count"
+    data = {"jetrl/scale/model.layers.3.mlp.experts/weight_worst_expert": 4.0, "jetrl/scale/weight_worst_expert": 4.0}
+    assert Scales([Run("", "", 0, {1: data})]).headline == []
 
 
-def test_a_statistic_that_is_always_0_is_silent() -> None:
+def test_a_statistic_that_is_always_0_has_no_chart() -> None:
     data = {"jetrl/scale/weight_saturated_max": 0.0, "jetrl/scale/weight_sqnr_min": 31.0}
     scales = Scales([Run("", "", 0, {1: data, 2: data})])
-    assert scales.silent == ["weight saturated max"] and scales.headline == ["weight sqnr min"]
+    assert scales.headline == ["weight sqnr min"]
 
 
 def test_a_correction_that_was_off_has_no_chart_and_no_column() -> None:
@@ -187,3 +164,63 @@ def test_tokens_and_time_are_sums_over_the_steps() -> None:
     run = Run("", "", 0, {2: {"jetrl/tokens": 5, "timing_s/step": 1.5}, 1: {"jetrl/tokens": 10}, 3: {"jetrl/tokens": math.nan}})
     assert run.tokens == [(1, 10.0), (2, 15.0), (3, 15.0)]
     assert run.time == [(2, 1.5)]
+
+
+def test_only_1_reads_100_percent() -> None:
+    share = Chart("share", "a share", "Learning", style="share")
+    assert [share.text(value) for value in (1.0, 1 - 1e-9, 0.5, 0.0, math.nan)] == ["100%", "almost 100%", "50%", "0%", "NaN"]
+
+
+def test_an_axis_shows_no_impossible_value_and_is_not_flattened_by_a_distant_limit() -> None:
+    underflow = describe("activation underflow max")
+    low, high, inside = underflow.ends(2e-4, 8e-4)
+    assert 0 <= low < 2e-4 and 8e-4 < high < 1e-3 and inside == []
+    assert underflow.ends(0.06, 0.09)[2] == list(underflow.limits)
+    assert Chart("share", "a share", "Learning", style="share").ends(0.2, 1.0)[1] == 1.0
+    low, high, inside = describe("weight sqnr min").ends(3.0, 9.0)
+    assert high > 20 and [limit.value for limit in inside] == [20.0]
+
+
+def a_run(name: str, mismatch: float, steps: int = 5) -> Run:
+    data = {"reward": 0.5, "jetrl/tokens": 100, "step_time": 60.0, "jetrl/logp_abs_diff_mean": mismatch}
+    return Run(name=name, source=name, steps={step: data | {"reward": 0.5 + step} for step in range(1, steps + 1)})
+
+
+def test_the_lines_say_what_was_logged() -> None:
+    runs = [a_run("exact <b>", 0.0), a_run("usual", 2e-3)]
+    runs[1].steps[2]["reward"] = math.nan
+    del runs[1].steps[3]["jetrl/tokens"]
+    figure = figures.lines(runs, choose(runs), draw(runs))
+    reward, broken, exact, usual = figure.data[:4]
+    assert [trace.name for trace in (reward, broken, exact, usual)] == ["exact &lt;b&gt;", "usual"] * 2
+    assert [trace.showlegend for trace in figure.data[:4]] == [True, True, False, False]
+    assert (list(reward.x), list(reward.y)) == ([1, 2, 3, 4, 5], [1.5, 2.5, 3.5, 4.5, 5.5])
+    assert list(broken.y) == [1.5, None, 3.5, 4.5, 5.5] and list(broken.customdata[1]) == [2, "NaN"]
+    assert [note.hovertext for note in figure.layout.annotations if note.text == "×"] == ["usual: NaN"]
+    assert set(usual.y) == {2e-3} and max(exact.y) < 1e-3  # 0 lies in a band below the smallest decade
+    assert list(exact.customdata[0]) == [1, "0"]
+    axis = figure.layout[exact.yaxis.replace("y", "yaxis")]
+    assert axis.type == "log" and axis.ticktext[0] == "0" and axis.tickvals[0] == exact.y[0]
+    by = {button.label: button.args[0]["x"] for button in figure.layout.updatemenus[0].buttons}
+    assert list(by["tokens"][0]) == [100, 200, 300, 400, 500] and list(by["tokens"][1]) == [100, 200, 200, 300, 400]
+    assert list(by["minutes"][0]) == [1, 2, 3, 4, 5]
+    smooth = {step.label: step.args[0]["y"] for step in figure.layout.sliders[0].steps}
+    assert len(smooth["off"]) == len(smooth["0.9"]) == len(by["step"]) == len(figure.data)
+    assert list(smooth["off"][0]) == list(reward.y) and smooth["0.9"][0][0] == 1.5
+    assert smooth["0.9"][0][1] == pytest.approx((0.09 * 1.5 + 0.1 * 2.5) / 0.19) and smooth["0.9"][1][1] is None
+
+
+def test_a_map_of_layers_keeps_the_worst_of_each_stretch() -> None:
+    def data(step: int) -> dict[str, float]:
+        names = {f"jetrl/scale/layers.{layer}": 30.0 - layer for layer in (10, 2)}
+        return {f"{name}/weight_sqnr": 1.0 if (name[-2:], step) == (".2", 777) else value for name, value in names.items()}
+
+    runs = [Run(name=name, steps={step: data(step) for step in range(1, 1001)}) for name in ("one", "two")]
+    figure = figures.layers(runs, Scales(runs))
+    assert figure is not None and [trace.visible for trace in figure.data] == [True, False]
+    assert list(figure.layout.yaxis.categoryarray) == ["layers.10", "layers.2"]  # from bottom to top
+    first = figure.data[0]
+    row = dict(zip(first.x, first.z[list(first.y).index("layers.2")], strict=True))
+    assert len(row) == 200 and max(row) == 1000 and sorted(set(row.values())) == [1.0, 28.0] and row[780] == 1.0
+    assert [button.label for button in figure.layout.updatemenus[0].buttons] == ["Weight SQNR, one", "Weight SQNR, two"]
+    assert figures.layers([a_run("one", 0.0)], Scales([a_run("one", 0.0)])) is None

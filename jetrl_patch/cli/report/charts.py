@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, extreme, number
+from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, extreme, number, spelled
 from jetrl_patch.config.fields import Fields
 
 GROUPS = LEARNING, MISMATCH, TIME, FP8, OTHER = (
@@ -58,6 +58,26 @@ class Chart:
         """The one value that every run has at every step, or None."""
         values = {value for points in self.series for _, value in points}
         return values.pop() if len(values) == 1 and all(map(math.isfinite, values)) else None
+
+    def text(self, value: float) -> str:
+        """A value for a reader; only 1.0 reads 100%."""
+        if not math.isfinite(value):
+            return str(spelled(value))
+        if self.style == "share":
+            share = f"{100 * value:.5g}%"
+            return share if share != "100%" or value == 1 else "almost 100%"
+        form = {"count": ",.10g", "seconds": ".3g", "db": ".4g"}.get(self.style, ".4g")
+        return f"{value:{form}}" + {"seconds": " s", "db": " dB"}.get(self.style, "")
+
+    def ends(self, least: float, most: float) -> tuple[float, float, list[Limit]]:
+        """Ends of a linear axis for values from ``least`` to ``most``, without impossible values, and the limits inside."""
+        reach = 4 * (most - least)
+        limits = [x for x in self.limits if self.style == "db" or least - reach <= x.value <= most + reach]
+        low, high = (pick((value, *(x.value for x in limits))) for pick, value in ((min, least), (max, most)))
+        pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.1
+        bottom = max(0.0, low - pad) if least >= 0 else low - pad
+        top = min(1.0, high + pad) if self.style == "share" and most <= 1 else high + pad
+        return bottom if self.low is None else self.low, (top if self.high is None else self.high), limits
 
 
 # ---- Metrics of training -------------------------------------------------------------------------
@@ -141,7 +161,7 @@ _FIGURES = {
     "unchanged": ("codes unchanged", "share of FP8 codes that the last step left as they were", "share"),
     "worst layer": ("worst layer", "position of the layer with the lowest SQNR, in the model's order", "count"),
     "worst experts": ("layer of the worst expert", "position of the layer whose experts have the lowest SQNR", "count"),
-    "worst expert": ("worst expert", "number of the expert with the lowest SQNR, at the step where it was lowest", "count"),
+    "worst expert": ("worst expert", "number of the expert with the lowest SQNR", "count"),
 }
 _NAME = re.compile(rf"(weight|activation|gradient) ({'|'.join(_FIGURES)})(?: (min|mean|max))?")
 _OVER = {None: "", "min": ", lowest layer", "max": ", highest layer", "mean": ", mean of the layers"}
@@ -155,7 +175,6 @@ _LIMITS = {
 
 _INFORMATIVE = ("sqnr", "underflow", "saturat", "unchanged")  # the most informative first
 _HEADLINE = re.compile(r"(?<!slice )(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
-_EXPERT = " worst expert"
 _PLACE = re.compile(r" worst (layer|experts?)$")
 _LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
 _MOST_HEADLINES = 12
@@ -186,7 +205,6 @@ class Scales:
     Attributes:
         series: statistic, such as ``weight sqnr``, the most informative first -> layer -> one series per run.
         layers: names of the layers in natural order, without ``ALL_LAYERS``.
-        silent: the statistics that are always 0; the page lists them instead of drawing them.
         headline: the statistics that get a chart by default.
     """
 
@@ -205,25 +223,12 @@ class Scales:
             what for what, layers in found.items()
             if any(value for series in layers.values() for points in series for _, value in points)
         }  # fmt: skip
-        self.silent = [what for what in self.series if what not in loud]
         overall = [what for what in self.series if not self.per_layer(what) and _HEADLINE.search(what)] or list(self.series)
         self.headline = [what for what in overall if what in loud and not _PLACE.search(what)][:_MOST_HEADLINES]
 
     def per_layer(self, what: str) -> bool:
         """Whether the statistic is available for single layers."""
         return any(layer != ALL_LAYERS for layer in self.series[what])
-
-    def worst(self, run: int, what: str, layer: str) -> float | None:
-        """The worst value over the steps: the largest, for a signal-to-noise ratio the smallest; any NaN gives NaN.
-
-        The number of an expert is that of the step with the layer's worst signal-to-noise ratio.
-        """
-        if not what.endswith(_EXPERT):
-            return _worst(what, self._points(run, what, layer))
-        numbers, kind = dict(self._points(run, what, layer)), what.removesuffix(_EXPERT)
-        ratios = self._points(run, f"{kind} sqnr", layer) + self._points(run, f"{kind} slice sqnr", layer)
-        known = [(value, step) for step, value in ratios if step in numbers and not math.isnan(value)]
-        return numbers[min(known)[1]] if known else None
 
     def chart(self, what: str) -> Chart:
         """The chart of a statistic: the value over all layers, or of the worst layer at each step."""
@@ -232,16 +237,18 @@ class Scales:
             steps: dict[int, Points] = {}
             for step, value in itertools.chain(*each):
                 steps.setdefault(step, []).append((step, value))
-            series.append([(step, _worst(what, points)) for step, points in sorted(steps.items())])
-        worst = f"worst means {'lowest' if _LESS_IS_WORSE.search(what) else 'highest'} here" if self.per_layer(what) else ""
-        return replace(known, help="; ".join(filter(None, (known.help, worst))), series=series)
-
-    def _points(self, run: int, what: str, layer: str) -> Points:
-        series = self.series.get(what, {}).get(layer)
-        return series[run] if series else []
+            series.append([(step, worst(what, points)) for step, points in sorted(steps.items())])
+        means = f"worst means {'lowest' if _LESS_IS_WORSE.search(what) else 'highest'} here" if self.per_layer(what) else ""
+        return replace(known, help="; ".join(filter(None, (known.help, means))), series=series)
 
 
-def _worst(what: str, points: Points) -> Any:
+def worst(what: str, points: Points) -> Any:
+    """The worst value of a statistic: the largest, for a signal-to-noise ratio the smallest; any NaN gives NaN.
+
+    Of numbers of layers and experts, none of which is worse than another, the last.
+    """
+    if _PLACE.search(what):
+        return points[-1][1]
     return extreme(min if _LESS_IS_WORSE.search(what) else max, points)
 
 
@@ -255,26 +262,20 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 LIMIT = 600
 
 #: Okabe and Ito's colors, which remain distinct under the common kinds of color blindness: blue, vermilion, green, purple,
-#: ochre, sky, grey, brown. Darkened for a white background and lightened for a dark one to a contrast of at least 3 to 1
-LIGHT = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
-DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2d0", "#d9a085")
+#: ochre, sky, grey, brown. Darkened for a contrast of at least 3 to 1 on white
+COLORS = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
 
 #: lengths of dashes and gaps; the empty one is a solid line
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 
-_COLORS = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
+_OF_ARM = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
 
 
 class Style(NamedTuple):
-    """Index into ``LIGHT`` and ``DARK``, and lengths of dashes and gaps."""
+    """One of ``COLORS``, and lengths of dashes and gaps."""
 
-    color: int
+    color: str
     dash: tuple[int, ...]
-
-    @property
-    def stroke(self) -> str:
-        """The dashes as SVG's ``stroke-dasharray``."""
-        return " ".join(map(str, self.dash)) or "none"
 
 
 def choose(runs: Sequence[Run]) -> list[Style]:
@@ -286,17 +287,17 @@ def choose(runs: Sequence[Run]) -> list[Style]:
     arms = list(dict.fromkeys(keys))
     taken: list[int] = []
     for position, (_, arm) in enumerate(arms):
-        free = [slot for slot in range(len(LIGHT)) if slot not in taken]
-        unknown = [slot for slot in free if slot not in _COLORS.values()]
+        free = [slot for slot in range(len(COLORS)) if slot not in taken]
+        unknown = [slot for slot in free if slot not in _OF_ARM.values()]
         if not free:  # start over, with other dashes
-            taken.append(taken[position % len(LIGHT)])
+            taken.append(taken[position % len(COLORS)])
         else:
-            taken.append(_COLORS[arm] if _COLORS.get(arm) in free else (unknown or free)[0])
+            taken.append(_OF_ARM[arm] if _OF_ARM.get(arm) in free else (unknown or free)[0])
     styles = []
     for i, key in enumerate(keys):
         position = arms.index(key)
-        nth = keys[:i].count(key) if len(arms) < len(runs) else position + position // len(LIGHT)
-        styles.append(Style(taken[position], DASHES[nth % len(DASHES)]))
+        nth = keys[:i].count(key) if len(arms) < len(runs) else position + position // len(COLORS)
+        styles.append(Style(COLORS[taken[position]], DASHES[nth % len(DASHES)]))
     return styles
 
 

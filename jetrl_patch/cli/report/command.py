@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from jetrl_patch.cli.report.charts import draw
-from jetrl_patch.cli.report.page import write
+from jetrl_patch.cli.report.figures import script
+from jetrl_patch.cli.report.page import write_page, write_summary
 from jetrl_patch.cli.report.pictures import draw_pictures
 from jetrl_patch.cli.report.prometheus import write_metrics
 from jetrl_patch.cli.report.runs import ReportError, Run
@@ -21,15 +22,16 @@ from jetrl_patch.progress import Display, Progress
 
 
 def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -> list[dict[str, Any]]:
-    """Report on ``folder/metrics.jsonl`` in the same folder; see ``page.write``.
+    """Report on ``folder/metrics.jsonl`` in the same folder, and return the contents of ``summary.json``.
 
     Raises:
-        ReportError: there is nothing to report on, or matplotlib is missing (the page is written anyway).
+        ReportError: there is nothing to report on, or Plotly or matplotlib is missing (the summary is written anyway).
         ConfigError: the system refuses to read the file.
     """
     notes: list[str] = []
     runs = collect([str(folder / "metrics.jsonl")], notes)
-    summaries = write(runs, folder, title, subtitle, notes)
+    summaries = write_summary(runs, folder)
+    write_page(runs, folder, title, subtitle, notes)
     draw_pictures(runs, folder)
     return summaries
 
@@ -50,19 +52,24 @@ def command(
     if prometheus is not None:
         check_target(prometheus, folder=False)
     notes: list[str] = []
-    made = [out / "report.html", out / "summary.json"]
+    made = [out / "summary.json"]
     with Display("report", warnings.file) as progress:
-        runs, summaries = _write_page(texts, out, title, notes, progress, prometheus)
-        progress.stage("drawing the pictures")
-        try:
-            with writing(out):
-                made += draw_pictures(runs, out)
-        except ReportError as error:
-            notes.append(str(error))
+        runs = _read(texts, notes, progress, prometheus)
+        with writing(out):
+            summaries = write_summary(runs, out)
+            for stage, make in (
+                ("writing the page", lambda: [write_page(runs, out, title, _count(runs), notes)]),
+                ("drawing the pictures", lambda: draw_pictures(runs, out)),
+            ):
+                progress.stage(stage)
+                try:
+                    made += make()
+                except ReportError as error:
+                    notes.append(str(error))
     for note in notes:
         _warn(warnings, f"warning: {note}")
     console.print(make_table(summaries, title, console.width))
-    console.print(f"{made[0]} and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
+    console.print(f"{out}: {', '.join(path.name for path in made)}", markup=False, soft_wrap=True)
 
 
 def watch(
@@ -85,12 +92,13 @@ def watch(
         prometheus: as ``command``.
 
     Raises:
-        ReportError: at the end, there is nothing to report on.
+        ReportError: Plotly is not installed; at the end, there is nothing to report on.
         ConfigError: as ``command``.
     """
     check_target(out, folder=True)
     if prometheus is not None:
         check_target(prometheus, folder=False)
+    script()
     console.print(f"watching every {every} s; Ctrl-C ends it and writes the finished report", soft_wrap=True)
     before, said = None, ""
     try:
@@ -99,10 +107,14 @@ def watch(
                 state = _state(texts)
                 if state != before:
                     with Display("report", warnings.file) as progress:
-                        runs, _ = _write_page(texts, out, title, [], progress, prometheus, live=every)
+                        notes: list[str] = []
+                        runs = _read(texts, notes, progress, prometheus)
+                        progress.stage("writing the page")
+                        with writing(out):
+                            write_summary(runs, out)
+                            page = write_page(runs, out, title, _count(runs), notes, live=every)
                     steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
-                    now, page = time.strftime("%H:%M:%S"), out / "report.html"
-                    console.print(f"{now}  {steps}  {page}", markup=False, soft_wrap=True)
+                    console.print(f"{time.strftime('%H:%M:%S')}  {steps}  {page}", markup=False, soft_wrap=True)
                     before = state
             except ReportError as error:
                 if str(error) != said:
@@ -124,10 +136,12 @@ def _warn(warnings: Console, text: str) -> None:
     warnings.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _write_page(
-    texts: Sequence[str], out: Path, title: str, notes: list[str], progress: Progress, prometheus: Path | None, live: int = 0
-) -> tuple[list[Run], list[dict[str, Any]]]:
-    """Read the runs and write their page. Adds a note if a run has no metric to show, or if the runs share none."""
+def _count(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+
+
+def _read(texts: Sequence[str], notes: list[str], progress: Progress, prometheus: Path | None) -> list[Run]:
+    """Read the runs, and write their newest metrics. Adds a note if a run has no metric to show, or if the runs share none."""
     runs = collect(texts, notes, progress)
     charts = draw(runs)
     if not charts:
@@ -143,6 +157,4 @@ def _write_page(
     if prometheus is not None:
         with writing(prometheus):
             write_metrics(runs, prometheus)
-    progress.stage("writing the page")
-    with writing(out):
-        return runs, write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes, live)
+    return runs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.cli.report.charts import LIGHT, Chart, Scales, Style, choose, draw, thin
+from jetrl_patch.cli.report.charts import Chart, Scales, Style, choose, draw, thin
 from jetrl_patch.cli.report.runs import PARTS, ReportError, Run
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def _line(style: Style) -> dict[str, Any]:
     # dashes on top show where two runs coincide
-    return {"color": LIGHT[style.color], "linestyle": (0, style.dash) if style.dash else "-", "zorder": 3 if style.dash else 2}
+    return {"color": style.color, "linestyle": (0, style.dash) if style.dash else "-", "zorder": 3 if style.dash else 2}
 
 
 def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
@@ -77,7 +77,7 @@ def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
         axes.plot([s for s, _ in points], [v for _, v in points], marker=marker, **_line(style))
         bad = [s for s, v in points if not math.isfinite(v)]  # crosses at the edge, as on the page
         if bad:
-            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": LIGHT[style.color], "markersize": 6}
+            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": style.color, "markersize": 6}
             axes.plot(bad, [1.0] * len(bad), "x", **edge)
     axes.xaxis.get_major_locator().set_params(integer=True)
     values = [value for points in chart.series for _, value in points if math.isfinite(value)]
@@ -88,17 +88,13 @@ def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
 
 
 def _linear_axis(axes: Axes, chart: Chart, least: float, most: float) -> None:
-    """Draw the chart's limits, and end the axis where the chart says, else at the data, without impossible values."""
-    for limit in chart.limits:
-        # a distant limit would flatten the lines
-        if chart.style == "db" or abs(limit.value - (least + most) / 2) <= 4.5 * (most - least):
-            axes.axhline(limit.value, color="#b3261e", linestyle=(0, (5, 4)), linewidth=1)
-            axes.annotate(limit.name, (1, limit.value), (0, 3), xycoords=("axes fraction", "data"),
-                          textcoords="offset points", ha="right", fontsize=8, color="#b3261e")  # fmt: skip
-    low, high = axes.get_ylim()
-    low = max(low, 0.0) if chart.low is None and least >= 0 else low if chart.low is None else chart.low
-    high = min(high, 1.0) if chart.style == "share" and chart.high is None and most <= 1 else chart.high or high
-    axes.set_ylim(low, high * 1.02 if chart.high else high)
+    """Draw the chart's limits, and end the axis where the chart says, else at the data."""
+    low, high, limits = chart.ends(least, most)
+    for limit in limits:
+        axes.axhline(limit.value, color="#b3261e", linestyle=(0, (5, 4)), linewidth=1)
+        axes.annotate(limit.name, (1, limit.value), (0, 3), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", fontsize=8, color="#b3261e")  # fmt: skip
+    axes.set_ylim(low, high + 0.02 * (high - low))
     if chart.style == "share":
         from matplotlib.ticker import PercentFormatter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,6 @@ from typing import Any
 from rich import box, markup
 from rich.cells import cell_len
 from rich.table import Table
-
-from jetrl_patch.cli.report.charts import Scales, describe
-from jetrl_patch.cli.report.runs import PARTS, spelled
 
 Summary = dict[str, Any]
 
@@ -46,10 +44,6 @@ class Column:
         found = summary.get(self.key)
         # an empty entry and a sync of no bytes were not measured
         return None if found in ("", {}) or (found == 0 and self.key == "sync_bytes") else found
-
-    def sort_key(self, summary: Summary) -> float | str | None:
-        found = self.value(summary)
-        return self.text(summary) if self.left and found is not None else found
 
     def text(self, summary: Summary) -> str:
         found = self.value(summary)
@@ -164,75 +158,31 @@ def make_answers(answers: Sequence[dict[str, Any]]) -> Table:
 
 # ---- The page ------------------------------------------------------------------------------------
 
-Head = tuple[str, str, str]  # title, classes (left: text, which sorts alphabetically), explanation
-Cell = tuple[str, float | str | None, str]  # HTML, sort key, classes
-Row = tuple[str, list[Cell]]  # attributes, cells
 
-
-def summary_html(summaries: Sequence[Summary], names: Sequence[Cell]) -> str:
-    """One row per run, with the columns for which any run has a value. ``names`` are the cells of the first column."""
-    kinds = {c: " ".join(("left",) * c.left + ("more",) * (c.extra or c.page)) for c in shown_columns(summaries)}
+def summary_html(summaries: Sequence[Summary], colors: Sequence[str], every: bool) -> str:
+    """One row per run, with the columns for which any run has a value: the main ones, or ``every`` one."""
+    columns = [column for column in shown_columns(summaries) if every or not (column.extra or column.page)]
     rows = []
-    for i, summary in enumerate(summaries):
-        cells = [(escape(c.text(summary)), c.sort_key(summary), kind) for c, kind in kinds.items()]
-        equal = " class=good" if summary["logp_abs_diff_max"] == 0 else ""
-        rows.append((f"data-run={i}{equal}", [names[i], *cells[1:]]))
-    return _table("Summary", [(c.title, kind, c.help) for c, kind in kinds.items()], rows, ident=' id="summary-table"')
-
-
-def parts_html(summaries: Sequence[Summary], names: Sequence[Cell]) -> str:
-    """The parts of a step, as a bar and as numbers; "" if no run has them."""
-    rows, titles = [], (*PARTS, "other")
-    for i, summary in enumerate(summaries):
-        if parts := summary["parts"]:
-            total = sum(parts.values())
-            pieces = "".join(
-                f'<i class="part{k}" style="--v:{parts[name]:.5g}" title="{name} {parts[name]:.3g} s"></i>'
-                for k, name in enumerate(titles) if parts[name]
-            )  # fmt: skip
-            bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
-            figures = [(f"{parts[n]:.2f} s ({100 * parts[n] / total if total else 0:.0f}%)", parts[n], "") for n in titles]
-            rows.append((f"data-run={i}", [names[i], bar, *figures]))
-    if not rows:
-        return ""
-    keys = "".join(f'<span><i class="part{k}"></i>{name}</span>' for k, name in enumerate(titles))
-    heads = [("run", "left", ""), ("mean seconds per step", "", ""), *((name, "", "") for name in titles)]
-    return (
-        f"<h2>Parts of a step</h2><div class=keys>{keys}</div>{_table('Parts of a step', heads, rows)}"
-        '<p class="soft">Means over the steps, from the framework’s own timers; “other” is the rest of the step. '
-        "In an asynchronous run the parts overlap.</p>"
-    )
-
-
-def layers_html(scales: Scales, names: Sequence[Cell]) -> str:
-    """The worst value of every statistic, per layer and run; "" if there are no per-layer statistics."""
-    whats = [what for what in scales.series if scales.per_layer(what)]
-    rows = []
-    for i, name in enumerate(names):
-        for number, layer in enumerate(scales.layers):
-            values = [scales.worst(i, what, layer) for what in whats]
-            if any(value is not None for value in values):
-                cells: list[Cell] = [("–" if v is None else f"{v:.4g}", v, "") for v in values]
-                rows.append((f"data-run={i}", [name, (escape(layer), f"{number:06d}", "left"), *cells]))
-    titles = [(chart.title, "", chart.help or "worst value over the steps") for chart in map(describe, whats)]
-    table = _table("Layers", [("run", "left", ""), ("layer", "left", ""), *titles], rows, kind="tall")
-    return f"<details><summary>Worst value per layer</summary>{table}</details>" if rows else ""
+    for summary, color in zip(summaries, colors, strict=True):
+        texts = [escape(column.text(summary)) for column in columns]
+        rows.append([f'<b style="color:{color}">\u25cf</b> {texts[0]}', *texts[1:]])
+    equal = [summary["logp_abs_diff_max"] == 0 for summary in summaries]
+    return _table([(column.title, column.help) for column in columns], rows, equal)
 
 
 def answers_html(final: Mapping[str, Any]) -> str:
     """The model's answers before and after training, and how many of all became right or wrong; "" if there are none."""
     rows = []
     for answer in final.get("answers", ()):
-        cells: list[Cell] = [(escape(answer["question"]), answer["question"], "text")]
+        cells = [escape(answer["question"])]
         for when in ("before", "after"):
             mark = '<b class="right">✓</b>' if answer[f"{when}_right"] else '<b class="wrong">✗</b>'
-            cells.append((f"{mark} {escape(answer[when])}", answer[when], "text"))
-        rows.append(("", cells))
+            cells.append(f"{mark} {escape(answer[when])}")
+        rows.append(cells)
     changed = final.get("answers_changed")
     counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in CHANGES)
     counts = f'<p class="soft">{escape(changes_text(changed))}</p>' if changed and counted else ""
-    table = _table("Answers", [(title, "left text", "") for title in _ANSWERS], rows)
-    return f"<h2>The model’s answers</h2>{counts}{table}" if rows else ""
+    return f"<h2>The model’s answers</h2>{counts}{_table([(title, '') for title in _ANSWERS], rows)}" if rows else ""
 
 
 def cards_html(summaries: Sequence[Summary]) -> str:
@@ -262,20 +212,10 @@ def cards_html(summaries: Sequence[Summary]) -> str:
     return f'<section class="cards" aria-label="Main figures">{"".join(cards)}</section>' if cards else ""
 
 
-def _table(name: str, heads: Sequence[Head], rows: Sequence[Row], kind: str = "pin", ident: str = "") -> str:
-    """A sortable table in a box that scrolls on its own, also by keyboard, so that the page never scrolls sideways.
-
-    Args:
-        kind: ``pin`` keeps the first column in view, ``tall`` limits the height.
-    """
-    top = "".join(
-        f'<th scope="col" class="{classes}"><button type="button" title="{escape(help)}">{escape(title)}</button></th>'
-        for title, classes, help in heads
-    )
+def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], good: Sequence[bool] = ()) -> str:
+    """A table in a box that scrolls on its own. ``heads`` are titles and explanations, ``good`` says which rows are tinted."""
+    top = "".join(f'<th title="{escape(help)}">{escape(title)}</th>' for title, help in heads)
     body = ""
-    for attributes, cells in rows:
-        keys = ["" if key is None else escape(str(spelled(key) if isinstance(key, float) else key)) for _, key, _ in cells]
-        row = (f'<td class="{kinds}" data-value="{key}">{html}</td>' for (html, _, kinds), key in zip(cells, keys, strict=True))
-        body += f"<tr {attributes}>{''.join(row)}</tr>"
-    box_html = f'<div class="scroll {kind}" role="region" aria-label="{escape(name)}, table" tabindex="0">'
-    return f"{box_html}<table{ident}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    for cells, tinted in itertools.zip_longest(rows, good):
+        body += f"<tr{' class=good' if tinted else ''}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
