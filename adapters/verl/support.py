@@ -117,8 +117,11 @@ def with_temperatures(micro_batch: Any) -> Any:
     """
     import torch
 
-    own, shared = _given(micro_batch, TEMPERATURE), micro_batch["temperature"]
-    if isinstance(shared, torch.Tensor) or any(one is None for one in own) or set(own) <= {shared}:
+    own = _given(micro_batch, TEMPERATURE)
+    if not own or None in own:
+        return micro_batch
+    shared = micro_batch["temperature"]
+    if isinstance(shared, torch.Tensor) or set(own) == {shared}:
         return micro_batch
     return micro_batch.copy().set("temperature", torch.tensor(own, device=micro_batch["input_ids"].device))
 

@@ -138,6 +138,8 @@ def test_each_sample_brings_its_temperature(v1: bool) -> None:
     assert batch["temperature"] == 0.7
     for same in (given(0.7, 0.7, 0.7), given(0.7, None, 1.0), micro_batch(v1, DRAWN).set_non_tensor("temperature", 0.7)):
         assert support.with_temperatures(same) is same
+    nobody = micro_batch(v1, DRAWN)  # verl says itself what it misses
+    assert support.with_temperatures(nobody) is nobody
 
 
 #: prompts of 2, 3 and 1 tokens, responses of 3, 1 and 2; the second may draw every token
