@@ -1,8 +1,9 @@
 """A mixture of experts in a Megatron-Core model that computes as the exact rollout does.
 
-Megatron's own experts cannot: they multiply by the routing weight before the second product, the rollout after it. Here each rank
-holds all experts of its layers (``expert_tensor_parallel_size=1``) and sends its own tokens through them. Parameters have the
-names of Megatron's grouped MLP (``experts.linear_fc1.weight3``), which both bridges convert.
+Megatron's own experts cannot: they multiply by the routing weight before the second product, the rollout after it. Here a rank
+holds whole experts (``expert_tensor_parallel_size=1``): all of them, or a range, and then ranks exchange tokens
+(``fp8.expert_ranks``). Parameters have the names of Megatron's grouped MLP (``experts.linear_fc1.weight3``), which both bridges
+convert.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.parallel_state import get_expert_data_parallel_rank, get_expert_model_parallel_group
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from jetrl_patch.adapters.megatron.layers import Run, bound
 from jetrl_patch.exact import ops
+from jetrl_patch.fp8.expert_ranks import ExpertRanks, ranked_experts_forward
 from jetrl_patch.fp8.experts import Experts, experts_forward
 
 
@@ -71,15 +76,18 @@ class Grouped(nn.Module):
 
     def __init__(self, config: Any, run: Run) -> None:
         super().__init__()
-        count, inner, hidden = config.num_moe_experts, config.moe_ffn_hidden_size, config.hidden_size
+        shared = config.expert_model_parallel_size > 1
+        self.ranks = ExpertRanks(get_expert_model_parallel_group(), config.num_moe_experts) if shared else None
+        count = config.num_moe_experts if self.ranks is None else self.ranks.each
+        inner, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.linear_fc1 = bound(GateUp, run)(config, count, 2 * inner, hidden)
         self.linear_fc2 = bound(Down, run)(config, count, hidden, inner)
         self.jetrl_experts = Experts(count, run.scale_format, run.backend, run.experts)
 
     def forward(self, tokens_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         """BF16 [T, H]."""
-        gate_up_EFH, down_EHI = self.linear_fc1.stacked(), self.linear_fc2.stacked()
-        return experts_forward(tokens_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, self.jetrl_experts)
+        parts = (tokens_TH, self.linear_fc1.stacked(), self.linear_fc2.stacked(), weights_Tk, ids_Tk, self.jetrl_experts)
+        return experts_forward(*parts) if self.ranks is None else ranked_experts_forward(*parts, self.ranks)
 
 
 class Mixture(nn.Module):
@@ -96,6 +104,21 @@ class Mixture(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         tokens_TH = hidden_states.flatten(0, -2)
         return self.experts(tokens_TH, *self.router(tokens_TH)).view_as(hidden_states), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For a checkpoint, in which each expert has its number in the layer. Ranks with the same experts are replicas."""
+        found = sharded_state_dict_default(self.router, f"{prefix}router.", sharded_offsets, metadata)
+        ranks, replica = self.experts.ranks, (0, 0, get_expert_data_parallel_rank())
+        for name in ("linear_fc1", "linear_fc2"):
+            own = f"{prefix}experts.{name}.weight"
+            for number, weight in enumerate(getattr(self.experts, name).parameters()):
+                key = f"{own}{number if ranks is None else ranks.held[number]}"
+                found[f"{own}{number}"] = make_sharded_tensor_for_checkpoint(
+                    weight, key, prepend_offsets=sharded_offsets, replica_id=replica
+                )
+        return found
 
 
 def _matrix(config: Any, *shape: int) -> nn.Parameter:

@@ -45,7 +45,7 @@ WITH_TE = {"precision": SETTINGS["precision"].default, "align": "linear", "backe
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
-_WHOLE = "whole experts, all on each rank"
+_WHOLE = "whole experts on each rank"
 _BF16_MASTERS = "BF16 parameters (verl makes FP32 masters of FP8 ones before it loads the checkpoint, and never reloads them)"
 _EXPORT = "the distributed optimizer, whose buffers verl 0.9.1's weight sync reads"
 _OWN_HEAD = "exact mode's own head and log-softmax"
@@ -58,7 +58,6 @@ _OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
 #: with either kind of layers
 _SHARED: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.dtype", other_than("bfloat16", "bf16"), "bfloat16", "set it to bfloat16", "quantized"),
-    Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
     Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "a bridge's export", _TRUE, "quantized"),
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
@@ -66,6 +65,7 @@ _SHARED: tuple[Rule, ...] = (
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip
 _TE_RULES: tuple[Rule, ...] = (
+    Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, "a model without experts", "set it to 1", "quantized"),
     Rule(f"{LAYERS}.fp8", other_than("e4m3"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
     Rule(f"{LAYERS}.fp8_recipe", other_than("blockwise"), _BLOCKWISE, _REMOVE, "quantized", ConflictError),
     Rule(f"{LAYERS}.fp4", is_set, _BLOCKWISE, _REMOVE, "quantized", ConflictError),
@@ -230,13 +230,14 @@ class Sizes(NamedTuple):
     """How the trainer splits a model.
 
     Attributes:
-        tp, cp, expert_tp: tensor, context and expert-tensor parallel size.
+        tp, cp, ep, expert_tp: tensor, context, expert and expert-tensor parallel size.
         scattered: whether tensor-parallel ranks share a sequence (Megatron's sequence parallelism).
         old_bridge: whether mbridge exports it.
     """
 
     tp: int
     cp: int
+    ep: int
     expert_tp: int
     scattered: bool
     old_bridge: bool
@@ -244,9 +245,9 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, get: Callable[[str], Any]) -> Sizes:
         """``get`` reads a setting of an engine's section ``megatron``."""
-        tp, cp = (int(get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context"))
+        tp, cp, ep = (int(get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context", "expert_model"))
         expert_tp = int(get("expert_tensor_parallel_size") or tp)
-        return cls(tp, cp, expert_tp, bool(get("sequence_parallel")), bool(get("vanilla_mbridge")))
+        return cls(tp, cp, ep, expert_tp, bool(get("sequence_parallel")), bool(get("vanilla_mbridge")))
 
 
 def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
@@ -261,7 +262,7 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix="set strategy=fsdp2"))
     heads = int(hf_config.num_attention_heads)
     width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
-    mixture = expert_sizes(hf_config) is not None
+    mixture = expert_sizes(hf_config)
     key, ranks = ("moe_intermediate_size", 1) if mixture else ("intermediate_size", sizes.tp)
     inner = int(getattr(hf_config, key))
     wrong = [f"head_dim={width}"] if width % 128 else []
@@ -271,7 +272,7 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
     if mixture:
-        _check_mixture(sizes, config)
+        _check_mixture(mixture[0], sizes, config)
     shared, ranks = int(getattr(hf_config, "num_key_value_heads", None) or heads), sizes.tp * sizes.cp
     if config.exact and shared % ranks:
         required, found = "whole key heads on each rank", f"{shared} key heads over {ranks} ranks"
@@ -279,7 +280,7 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
 
 
-def _check_mixture(sizes: Sizes, config: Config) -> None:
+def _check_mixture(experts: int, sizes: Sizes, config: Config) -> None:
     what = "a mixture of experts in Megatron"
     if not config.exact:
         required, fix = "align='exact', whose experts are the plugin's", "set it, or strategy=fsdp2"
@@ -287,6 +288,9 @@ def _check_mixture(sizes: Sizes, config: Config) -> None:
     if sizes.expert_tp > 1:
         found, fix = str(sizes.expert_tp), "set megatron.expert_tensor_parallel_size=1"
         raise ModelError(explain(what, required="whole experts on each rank", found=f"{found} ranks for each", fix=fix))
+    if experts % sizes.ep:
+        required, fix = f"a divisor of its {experts} experts", "change megatron.expert_model_parallel_size"
+        raise ModelError(explain(what, required=required, found=f"{sizes.ep} expert-parallel ranks", fix=fix))
     if sizes.tp > 1 and not sizes.scattered:
         required, fix = "tensor-parallel ranks with tokens of their own", "set megatron.sequence_parallel=true"
         raise ModelError(explain(what, required=required, found="the same tokens on each", fix=fix))

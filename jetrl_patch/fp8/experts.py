@@ -88,20 +88,39 @@ def run_experts(
         The parts of the sum, FP32 [R, T, H], for ``added``.
     """
 
-    def outputs(group: Group) -> Iterator[tuple[int, Tensor]]:
-        w, tokens = matrices(group.expert), x.rows(group.tokens)
-        a_nI, b_nI = (backend.gemm(tokens, matrix, torch.bfloat16) for matrix in (w.gate, w.up))
-        h, width = backend.quantize_activation(silu_mul(a_nI, b_nI), x.scale_format), a_nI.shape[1]
-        if saved is not None:
-            saved.ab_PF[group.span, :width] = a_nI
-            saved.ab_PF[group.span, width:] = b_nI
-            saved.h.q[group.span], saved.h.s[group.span] = h
-        for part, at in split.places(group.expert, sizes[0], width):
-            whole = at.stop - at.start == width
-            left, right = (h, w.down) if whole else (m.columns(at.start, at.stop) for m in (h, w.down))
-            yield part, backend.gemm(left, right, torch.float32)
-
+    outputs = functools.partial(run_expert, x, matrices=matrices, experts=sizes[0], backend=backend, saved=saved, split=split)
     return weighted_sums(ids_Tk, weights_Tk, sizes, outputs, split.ranks, held)
+
+
+def run_expert(
+    x: Quantized,
+    group: Group,
+    matrices: Callable[[int], ExpertWeights],
+    experts: int,
+    backend: Backend,
+    saved: Saved | None,
+    split: ExpertSplit,
+) -> Iterator[tuple[int, Tensor]]:
+    """FProp of one expert of ``experts``. Yields the parts that it adds to, with what it adds before the routing weight."""
+    w, tokens = matrices(group.expert), x.rows(group.tokens)
+    a_nI, b_nI = (backend.gemm(tokens, matrix, torch.bfloat16) for matrix in (w.gate, w.up))
+    h, width = backend.quantize_activation(silu_mul(a_nI, b_nI), x.scale_format), a_nI.shape[1]
+    if saved is not None:
+        saved.ab_PF[group.span, :width] = a_nI
+        saved.ab_PF[group.span, width:] = b_nI
+        saved.h.q[group.span], saved.h.s[group.span] = h
+    for part, at in split.places(group.expert, experts, width):
+        whole = at.stop - at.start == width
+        left, right = (h, w.down) if whole else (m.columns(at.start, at.stop) for m in (h, w.down))
+        yield part, backend.gemm(left, right, torch.float32)
+
+
+def space_for(pairs: int, like_TH: Tensor, inner: int, own: Experts) -> Saved:
+    """What backward needs of this many pairs, empty."""
+    stored = FP8 if own.plain is None else torch.bfloat16
+    kinds = ((2 * inner, torch.bfloat16), (inner, stored), (groups(inner), torch.float32))
+    ab_PF, qh_PI, sh_PG = (like_TH.new_empty(pairs, width, dtype=dtype) for width, dtype in kinds)
+    return Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", own.scale_format))
 
 
 @dataclass
@@ -192,11 +211,8 @@ class _Mixture(torch.autograd.Function):
             y_TH, plan, saved = run_grouped(kernels, x, weights_Tk, ids_Tk, stacks, own.split)
             routes = plan.tensors()
         else:
-            (E, H, I), P, routes = down_EHI.shape, ids_Tk.numel(), (ids_Tk,)
-            stored = FP8 if own.plain is None else torch.bfloat16
-            kinds = ((2 * I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
-            ab_PF, qh_PI, sh_PG = (x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds)
-            saved = Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", form))
+            (E, H, I), routes = down_EHI.shape, (ids_Tk,)
+            saved = space_for(ids_Tk.numel(), x_TH, I, own)
             matrices = functools.partial(own.quantized, gate_up_EFH=gate_up_EFH, down_EHI=down_EHI, last=last)
             y_TH = added(run_experts(x, weights_Tk, ids_Tk, matrices, (E, H), backend, saved, own.split))
         ctx.save_for_backward(*x, saved.ab_PF, *saved.h, *masters, weights_Tk, *routes)
@@ -222,13 +238,13 @@ class _Mixture(torch.autograd.Function):
                 own.quantized, gate_up_EFH=gate_up_EFH, down_EHI=down_EHI, last=True, made_in=ctx.made_in
             )
             dab_PF = None if ctx.watched is None else torch.empty_like(ab_PF)
-            found = _backward(own.backend, dy_TH, x, saved, matrices, weights_Tk, routes[0], masters, wanted, dab_PF)
+            found = run_backward(own.backend, dy_TH, x, saved, matrices, weights_Tk, routes[0], masters, wanted, dab_PF)
         if ctx.watched is not None and found.dab_PF is not None:
             ctx.watched.backward(dy_TH, *found.dab_PF.chunk(2, 1))
         return *found[:3], found.dweights_Tk.to(weights_Tk.dtype), None, None, None
 
 
-def _backward(
+def run_backward(
     backend: Backend,
     dy_TH: Tensor,
     x: Quantized,
@@ -238,17 +254,23 @@ def _backward(
     ids_Tk: Tensor,
     masters: tuple[Tensor, Tensor],
     wanted: Sequence[torch.dtype | None],
-    dab_PF: Tensor | None,
+    dab_PF: Tensor | None = None,
+    held: range | None = None,
+    experts: int | None = None,
 ) -> Gradients:
-    """As ``grouped_backward``. ``masters`` are the parameters of gate and up, and of down. Fills ``dab_PF`` if it is given."""
+    """As ``grouped_backward``. ``masters`` are the parameters of gate and up, and of down. Fills ``dab_PF`` if it is given.
+
+    With ``held``, some of the layer's ``experts``, the parameters and ``saved`` are theirs.
+    """
     dx, dgate_up, ddown = (
         torch.zeros(like.shape, dtype=dtype, device=like.device) if wants else None
         for like, dtype, wants in zip((dy_TH, *masters), (torch.float32, *wanted[1:]), wanted)
     )
     dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
-    E, _, I = masters[1].shape
-    for expert, tokens, slots, at in groups_of(ids_Tk, E):
-        w, h, (a_nI, b_nI) = matrices(expert), saved.h.rows(at), saved.ab_PF[at].chunk(2, 1)
+    (E, _, I), first = masters[1].shape, 0 if held is None else held.start
+    for number, tokens, slots, at in groups_of(ids_Tk, experts or E, held):
+        expert = number - first
+        w, h, (a_nI, b_nI) = matrices(number), saved.h.rows(at), saved.ab_PF[at].chunk(2, 1)
         dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, slots].float().unsqueeze(-1)
         u_nI = backend.dgrad(dy_nH, w.down, torch.float32)
         dweights_Tk[tokens, slots] = (u_nI * dequantize_activation(*h)).sum(-1)

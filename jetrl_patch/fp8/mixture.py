@@ -115,7 +115,7 @@ class Group(NamedTuple):
         expert: its index.
         tokens: their rows [n] in the batch, ascending; no token is twice in a group.
         slots: the place of the expert among the k of each token, [n].
-        span: their range among the T * k pairs of token and expert, sorted by expert.
+        span: their range among the pairs of token and expert that are asked for, sorted by expert.
     """
 
     expert: int
@@ -124,17 +124,18 @@ class Group(NamedTuple):
     span: slice
 
 
-def groups_of(ids_Tk: Tensor, experts: int) -> Iterator[Group]:
-    """Yield the experts that have tokens, ascending. Raises ModelError for an index beyond ``experts``."""
+def groups_of(ids_Tk: Tensor, experts: int, held: range | None = None) -> Iterator[Group]:
+    """Yield the experts that have tokens, ascending: all, or those in ``held``. Raises ModelError for an index beyond all."""
     flat = ids_Tk.reshape(-1)
     counts = torch.bincount(flat, minlength=experts).tolist()
     if len(counts) > experts:
         required, found = f"indices below {experts}", str(len(counts) - 1)
         fix = "turn off expert parallelism in the trainer"
         raise ModelError(explain("the experts of a batch", required=required, found=found, fix=fix))
-    order, k, start = torch.argsort(flat, stable=True), ids_Tk.shape[1], 0
-    for expert, count in enumerate(counts):
-        if count:
+    held = range(experts) if held is None else held
+    order, k, start = torch.argsort(flat, stable=True)[sum(counts[: held.start]) :], ids_Tk.shape[1], 0
+    for expert in held:
+        if count := counts[expert] if expert < len(counts) else 0:
             span = slice(start, start + count)
             yield Group(expert, order[span] // k, order[span] % k, span)
             start += count
@@ -161,11 +162,10 @@ def weighted_sums(
     """
     experts, width = sizes
     total_RTH = torch.zeros(parts, ids_Tk.shape[0], width, dtype=torch.float32, device=ids_Tk.device)
-    for group in groups_of(ids_Tk, experts):
-        if held is None or group.expert in held:
-            weight_n1 = weights_Tk[group.tokens, group.slots].float().unsqueeze(-1)
-            for part, y_nH in outputs(group):
-                total_RTH[part].index_add_(0, group.tokens, weight_n1 * y_nH)
+    for group in groups_of(ids_Tk, experts, held):
+        weight_n1 = weights_Tk[group.tokens, group.slots].float().unsqueeze(-1)
+        for part, y_nH in outputs(group):
+            total_RTH[part].index_add_(0, group.tokens, weight_n1 * y_nH)
     return total_RTH
 
 

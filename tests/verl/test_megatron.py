@@ -171,8 +171,7 @@ OF_EXACT = [
     (f"+{LAYERS}.fp8=e4m3", "keys that exact mode knows to change no bit, found fp8='e4m3'"),
     (f"+{M}.override_ddp_config.overlap_param_gather=true", "exact mode knows to change no bit, found overlap_param_gather="),
     (f"{M}.tensor_model_parallel_size=2", "a divisor of .*rollout.tensor_model_parallel_size=1, whose sums.*found 2"),
-    (f"{M}.expert_model_parallel_size=2", "whole experts, all on each rank"),
-    (f"{M}.expert_tensor_parallel_size=2", "whole experts, all on each rank"),
+    (f"{M}.expert_tensor_parallel_size=2", "whole experts on each rank"),
     ("+async_training.staleness_threshold=1", "verl.trainer.main_ppo"),
     ("actor_rollout_ref.model.lora.rank=8", "lora.rank"),
 ]
@@ -186,16 +185,17 @@ def test_key_heads_are_counted_before_anything_starts(composed, installed):
 
 def sizes(tp: int, cp: int = 1) -> megatron.Sizes:
     """Whole experts, sequence parallelism, Megatron-Bridge."""
-    return megatron.Sizes(tp, cp, 1, True, False)
+    return megatron.Sizes(tp, cp, ep=1, expert_tp=1, scattered=True, old_bridge=False)
 
 
 def test_a_mixture_holds_whole_experts_on_each_rank():
     hf_config = config_of("qwen3_moe", head_dim=128)
     one, two = sizes(1)._replace(scattered=False, old_bridge=True), sizes(2)
-    for accepted in (one, two):
+    for accepted in (one, two, one._replace(ep=4), two._replace(ep=2)):
         megatron.check_model(hf_config, accepted, EXACT)
     for refused, match in (
         (two._replace(expert_tp=2), "2 ranks for each. Set megatron.expert_tensor_parallel_size=1"),
+        (one._replace(ep=3), "required a divisor of its 8 experts, found 3 expert-parallel ranks. Change megatron.expert_model"),
         (two._replace(scattered=False), "the same tokens on each. Set megatron.sequence_parallel=true"),
         (two._replace(old_bridge=True), "mbridge with 2 ranks. Set megatron.vanilla_mbridge=false"),
     ):

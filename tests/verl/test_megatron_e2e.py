@@ -51,10 +51,11 @@ def test_v1_entropy_and_a_wider_rollout(task):
 
 
 @pytest.mark.slow
-def test_experts_that_the_rollout_splits(tmp_path):
-    """Two training ranks with all experts each, and an engine of two ranks with half of them each."""
+def test_experts_that_trainer_and_rollout_split(tmp_path):
+    """Two training ranks, and an engine of two ranks, with half of the experts each."""
     folder = make_task(tmp_path, "qwen3_moe", fill=True, head_dim=128)
     extra = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.megatron.expert_tensor_parallel_size=1"]
+    extra += [f"{A}.megatron.expert_model_parallel_size=2"]
     steps_of(folder, *extra, f"{R}.expert_parallel_size=2", processes=2, layers=84)
 
 

@@ -51,6 +51,15 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "context parallelism": ("llama", 2, {"engine": {"context_parallel_size": 2, "override_transformer_config": RECOMPUTE}}),
     "experts, tensor parallelism": ("qwen3_moe", 2, {"tp": 2, "rollout_ep": 2, "engine": {"expert_tensor_parallel_size": 1}}),
+    "experts that ranks share, resumed": (
+        "qwen3_moe", 2,
+        {"tp": 2, "rollout_ep": 2, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+         "override_transformer_config": RECOMPUTE}, "optimizer": {"use_checkpoint_opt_param_scheduler": True}},
+    ),
+    "experts that ranks with other samples share": (
+        "qwen3_moe", 2,
+        {"micro": 3, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **MBRIDGE}},
+    ),
     "experts in stages": (
         "qwen3_moe", 2,
         {"pp": 2, "engine": {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}, **MBRIDGE}},

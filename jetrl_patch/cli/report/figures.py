@@ -50,7 +50,7 @@ def lines(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Chart]) 
     groups = [same for group in GROUPS if (same := [chart for chart in drawn if chart.group == group])]
     cells = [chart for group in groups for chart in (*group, *[None] * (len(group) % 2))]
     rows = len(cells) // 2
-    plots = [{} if chart else None for chart in cells]
+    plots: list[dict[str, Any] | None] = [{} if chart else None for chart in cells]
     figure = make_subplots(
         rows, 2, specs=[*zip(plots[::2], plots[1::2], strict=True)], shared_xaxes="all",
         subplot_titles=[_title(chart, first=chart is group[0]) for group in groups for chart in group],

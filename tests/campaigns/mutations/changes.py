@@ -224,7 +224,7 @@ GROUPS = (
         "adapters/verl/support.py", ("tests/verl/test_support.py",),
         (
             ("first = rows * get_ulysses_sequence_parallel_rank()", "first = 0"),
-            ("any(one is None for one in own) or set(own) <= {shared}", "any(one is None for one in own) or shared in own"),
+            ("set(own) == {shared}", "shared in own"),
             ("            raise AuditError(one)\n", "            continue\n"),
         ),
     ),
@@ -241,6 +241,14 @@ GROUPS = (
             ("torch.where(second, 2 * ranks - 1 - number, number)", "torch.where(second, number - ranks, number)"),
             ("+ second * chunk", ""),
             ("return received.flatten(0, 1)[self._place]", "return received.flatten(0, 1)"),
+        ),
+    ),
+    Group(
+        f"{_CORE}/fp8/expert_ranks.py", ("tests/fp8/test_expert_ranks.py",),
+        (
+            ("ranks.exchange(rows_PSH[by_home]", "ranks.exchange(rows_PSH"),
+            ("(ids_Tk.reshape(-1) // ranks.each)", "(ids_Tk.reshape(-1) % ranks.size)"),
+            ("zip(every.split(most), counts, strict=True)", "zip(every.split(most), counts[::-1], strict=True)"),
         ),
     ),
 )  # fmt: skip
