@@ -103,7 +103,10 @@ _HARMLESS = (
     "use_cpu_initialization", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
     "apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion", "variable_seq_lengths",
     "deallocate_pipeline_outputs", "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel", "cp_comm_type",
+    "moe_grouped_gemm", "moe_router_dtype", "moe_enable_deepep", "moe_token_dispatcher_type", "moe_shared_expert_overlap",
 )  # fmt: skip
+#: keys of ``override_transformer_config`` that turn off what exact mode does not have -> the values that do
+_OFF = {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0,), "moe_z_loss_coeff": (0,)}
 #: the same of ``override_ddp_config``
 _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
 
@@ -177,7 +180,8 @@ def _unknown(select: Select) -> Iterator[JetrlError]:
     """Yield an error for each section with keys by which Megatron may build or run another model."""
     for section, harmless in {"override_transformer_config": _HARMLESS, "override_ddp_config": _HARMLESS_DDP}.items():
         given = [(select(f"{role}.megatron.{section}") or {}).items() for role in (ACTOR, REF)]
-        found = {str(key): value for key, value in itertools.chain(*given) if key not in harmless and value is not None}
+        known = {key: value for key, value in itertools.chain(*given) if key not in harmless and value is not None}
+        found = {str(key): value for key, value in known.items() if value not in _OFF.get(key, ())}
         if found:
             what, words = f"{named(f'{MEGATRON}.{section}')} with exact mode", ", ".join(f"{k}={v!r}" for k, v in found.items())
             required, fix = "keys that exact mode knows to change no bit", f"remove {' and '.join(found)}, or set strategy=fsdp2"

@@ -7,7 +7,8 @@ the ranks whose tokens they are, and each of these weights and adds its own toke
     backward   every rank gathers the tokens again and dY in BF16, and returns FP32 sums, one row for each token
 
 Gathering costs each rank a byte per element of all tokens; with eight experts per token and up to eight ranks, sending each token
-only where it is needed would save little. The host waits once in each direction, to learn the numbers of tokens and pairs.
+only where it is needed would save little. In the forward pass the host waits for the numbers of tokens and of pairs, and three
+copies of a rank's FP32 rows are alive at once.
 
 Shape legend: T tokens of this rank, A tokens of all ranks, k experts per token, E experts, n of them on this rank, H hidden size,
 I intermediate size, F = 2I, P pairs of a token and an expert, S parts of an expert's output.
@@ -44,12 +45,12 @@ class ExpertRanks:
 
     def __init__(self, group: Any, experts: int) -> None:
         self.group, self.experts = group, experts
-        self.size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if experts % self.size:
             required, fix = f"a number that {self.size} expert-parallel ranks divide", "change the trainer's expert parallel size"
             raise ModelError(explain("experts of a layer", required=required, found=str(experts), fix=fix))
         self.each = experts // self.size
-        self.held = range(rank * self.each, (rank + 1) * self.each)
+        self.held = range(self.rank * self.each, (self.rank + 1) * self.each)
 
     def matrices(self, own: Experts, gate_up_nFH: Tensor, down_nHI: Tensor, **options: Any) -> Callable[[int], ExpertWeights]:
         """Gives the quantized matrices of one of this rank's experts, by its index in the layer; see ``Experts.quantized``."""
@@ -60,7 +61,7 @@ class ExpertRanks:
         bytes_TB = [part.contiguous().flatten(1).view(torch.uint8) for part in parts]
         most, width = max(counts), sum(part.shape[1] for part in bytes_TB)
         own = torch.zeros(most, width, dtype=torch.uint8, device=parts[0].device)
-        torch.cat(bytes_TB, 1, out=own[: counts[self.held.start // self.each]])
+        torch.cat(bytes_TB, 1, out=own[: counts[self.rank]])
         every = torch.empty(self.size * most, width, dtype=torch.uint8, device=own.device)
         dist.all_gather_into_tensor(every, own, group=self.group)
         rows = torch.cat([block[:count] for block, count in zip(every.split(most), counts, strict=True)])

@@ -167,6 +167,7 @@ OF_EXACT = [
     ("distillation.enabled=true", "exact mode's own head"),
     (f"+{M}.override_mcore_model_config.moe=1", "the model in config.json"),
     (f"+{LAYERS}.perform_initialization=false", "keys that exact mode knows to change no bit, found perform_initialization="),
+    (f"+{LAYERS}.moe_aux_loss_coeff=0.01", "keys that exact mode knows to change no bit, found moe_aux_loss_coeff=0.01"),
     (f"+{LAYERS}.invented_tomorrow=1", "keys that exact mode knows to change no bit, found invented_tomorrow="),
     (f"+{LAYERS}.fp8=e4m3", "keys that exact mode knows to change no bit, found fp8='e4m3'"),
     (f"+{M}.override_ddp_config.overlap_param_gather=true", "exact mode knows to change no bit, found overlap_param_gather="),
@@ -221,6 +222,8 @@ def test_recomputation_and_stages_are_harmless(composed, installed):
     given = [f"{LAYERS}.recompute_granularity=full", f"{LAYERS}.recompute_method=uniform", f"{LAYERS}.recompute_num_layers=1"]
     given += [f"+{LAYERS}.num_layers_in_first_pipeline_stage=1", f"{M}.pipeline_model_parallel_size=2", f"{M}.param_offload=true"]
     given += [f"+{M}.override_ddp_config.grad_reduce_in_fp32=true", f"{M}.vanilla_mbridge=true"]
+    given += [f"+{LAYERS}.moe_grouped_gemm=true", f"+{LAYERS}.moe_aux_loss_coeff=0.0", f"+{LAYERS}.moe_router_dtype=fp32"]
+    given += [f"+{LAYERS}.moe_router_load_balancing_type=none"]
     settings.check(composed(*given), EXACT)
 
 

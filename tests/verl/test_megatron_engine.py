@@ -30,6 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 128},
 }  # fmt: skip
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+#: what verl's scripts set for Megatron's own experts, and routers
+OF_MEGATRONS_EXPERTS = {
+    "moe_grouped_gemm": True, "moe_router_dtype": "fp32", "moe_enable_deepep": True, "moe_token_dispatcher_type": "flex",
+    "moe_shared_expert_overlap": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
 #: verl's older bridge, instead of Megatron-Bridge
 MBRIDGE = {"vanilla_mbridge": True}
 #: name -> model, ranks, what the script is asked
@@ -58,7 +63,8 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "experts that ranks with other samples share": (
         "qwen3_moe", 2,
-        {"micro": 3, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **MBRIDGE}},
+        {"micro": 3, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+         "override_transformer_config": OF_MEGATRONS_EXPERTS, **MBRIDGE}},
     ),
     "experts in stages": (
         "qwen3_moe", 2,
