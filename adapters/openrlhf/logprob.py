@@ -176,13 +176,20 @@ def actor_forward(
     )
     self.temperature, token = 1.0, _batch.set(batch)
     try:
-        with attention.sequences(sequences.shape[0]):
-            found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+        found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
         check_forward(found[0] if isinstance(found, tuple) else found)
         return found
     finally:
         self.temperature = batch.temperature
         _batch.reset(token)
+
+
+@replacement
+def unpad_and_slice_tensor(original: Any, sequences: Any, attention_mask: Any, ring_attn_group: Any) -> Any:
+    """Wrap ``openrlhf.models.actor.unpad_and_slice_tensor``: token ids [B, T] -> a packed row, its positions, and more."""
+    found = original(sequences, attention_mask, ring_attn_group)
+    attention.mark(found[1], sequences.shape[0])
+    return found
 
 
 #: index of ``return_entropy`` among the arguments of ``Actor.forward`` after ``attention_mask``

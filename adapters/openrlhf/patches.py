@@ -158,6 +158,12 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(
+        "openrlhf.models.actor", "unpad_and_slice_tensor", logprob.unpad_and_slice_tensor,
+        when=lambda config: config.exact,
+        reason="attention does not learn how many sequences a packed row has, so the host would wait while they are counted",
+        remove_when="OpenRLHF's Actor.forward passes cu_seqlens to its model",
+    ),
+    Patch(
         "openrlhf.models.actor", "compute_entropy", logprob.compute_entropy,
         when=lambda config: config.same_log_probs,
         reason="the patched log_probs_from_logits applies the temperature, so OpenRLHF's entropy would get logits without it",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,32 +21,14 @@ from jetrl_patch.patching.attached import Attached
 _SEQUENCES: Attached[int] = Attached("_jetrl_sequences", "of a batch, transformers passes attention functions only its tensors")
 
 
-class _Bound(threading.local):
-    value: int | None = None
-
-
-_bound = _Bound()
-
-
 def mark(positions: Tensor, at_most: int) -> None:
     """Set the bound of the batch with these positions. A copy of the tensor has no bound, so its sequences are counted."""
     _SEQUENCES.set(positions, at_most)
 
 
-@contextlib.contextmanager
-def sequences(at_most: int) -> Iterator[None]:
-    """Within the block, this bound holds for every packed batch of this thread."""
-    before, _bound.value = _bound.value, at_most
-    try:
-        yield
-    finally:
-        _bound.value = before
-
-
 def bound(positions: Tensor | None) -> int | None:
     """The bound for a batch with these positions, or None."""
-    own = _SEQUENCES.get(positions)
-    return _bound.value if own is None else own
+    return _SEQUENCES.get(positions)
 
 
 class Boundaries(NamedTuple):

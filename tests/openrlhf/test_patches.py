@@ -27,6 +27,27 @@ def python(code: str) -> str:
     return run.stdout
 
 
+def test_a_packed_row_tells_attention_how_many_sequences_it_has():
+    python(
+        """
+        import jetrl_patch
+        jetrl_patch.enable(precision="fp8-unified", platform="cpu")
+        import torch
+        from openrlhf.models.actor import Actor
+        from jetrl_patch.exact import attention
+        class Model(torch.nn.Module):
+            def forward(self, sequences, attention_mask, position_ids):
+                self.bound = attention.bound(position_ids)
+                return {"logits": torch.zeros(*sequences.shape, 12)}
+        actor, mask = Actor(Model()), torch.ones(3, 7, dtype=torch.int64)
+        mask[0, 5:] = mask[2, 3:] = 0
+        actor.packing_samples, actor.temperature = True, 1.0
+        actor(torch.ones(3, 7, dtype=torch.int64), mask[:, 1:], mask)
+        assert actor.model.bound == 3
+        """
+    )
+
+
 @pytest.mark.e2e
 def test_actors_use_the_patched_methods_and_disable_gives_back_the_originals():
     """Ray pickles a class under ``@ray.remote`` by value; the worker looks up only the names that it uses."""
