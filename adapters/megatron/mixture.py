@@ -86,8 +86,11 @@ class Grouped(nn.Module):
 
     def forward(self, tokens_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         """BF16 [T, H]."""
-        parts = (tokens_TH, self.linear_fc1.stacked(), self.linear_fc2.stacked(), weights_Tk, ids_Tk, self.jetrl_experts)
-        return experts_forward(*parts) if self.ranks is None else ranked_experts_forward(*parts, self.ranks)
+        routes, own = (weights_Tk, ids_Tk), self.jetrl_experts
+        if self.ranks is None:
+            return experts_forward(tokens_TH, self.linear_fc1.stacked(), self.linear_fc2.stacked(), *routes, own)
+        gate_up, down = (list(matrices.parameters()) for matrices in (self.linear_fc1, self.linear_fc2))
+        return ranked_experts_forward(tokens_TH, gate_up, down, *routes, own, self.ranks)
 
 
 class Mixture(nn.Module):

@@ -52,7 +52,9 @@ class ExpertRanks:
         self.each = experts // self.size
         self.held = range(self.rank * self.each, (self.rank + 1) * self.each)
 
-    def matrices(self, own: Experts, gate_up_nFH: Tensor, down_nHI: Tensor, **options: Any) -> Callable[[int], ExpertWeights]:
+    def matrices(
+        self, own: Experts, gate_up_nFH: Sequence[Tensor], down_nHI: Sequence[Tensor], **options: Any
+    ) -> Callable[[int], ExpertWeights]:
         """Gives the quantized matrices of one of this rank's experts, by its index in the layer; see ``Experts.quantized``."""
         return lambda expert: own.quantized(expert - self.held.start, gate_up_nFH, down_nHI, **options)
 
@@ -87,16 +89,10 @@ class ExpertRanks:
 class _RankedMixture(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights_Tk: Tensor,
-        ids_Tk: Tensor,
-        own: Experts,
-        ranks: ExpertRanks,
+        ctx: Any, x_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts, ranks: ExpertRanks, *parameters: Tensor
     ) -> Tensor:
-        form, (_, H, I) = own.scale_format, down.shape
+        gate_up, down = parameters[: ranks.each], parameters[ranks.each :]
+        form, (H, I) = own.scale_format, down[0].shape
         x = own.backend.quantize_activation(x_TH.to(torch.bfloat16), form)
         counts = ranks.counts(len(x_TH), x_TH.device)
         q_AH, s_AG, ids_Ak = ranks.gather(counts, *x, ids_Tk)
@@ -117,20 +113,21 @@ class _RankedMixture(torch.autograd.Function):
                 yield part, outputs_PSH[group.span, at]
 
         y_TH = added(weighted_sums(ids_Tk, weights_Tk, (ranks.experts, H), outputs, own.split.ranks))
-        ctx.save_for_backward(*x, saved.ab_PF, *saved.h, gate_up, down, weights_Tk, ids_Tk)
+        ctx.save_for_backward(*x, saved.ab_PF, *saved.h, weights_Tk, ids_Tk, *parameters)
         ctx.own, ctx.ranks, ctx.x_dtype, ctx.counts, ctx.made_in = own, ranks, x_TH.dtype, counts, backward_pass()
         return y_TH
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up, down, weights_Tk, ids_Tk = ctx.saved_tensors
+        q_TH, s_TG, ab_PF, qh_PI, sh_PG, weights_Tk, ids_Tk, *parameters = ctx.saved_tensors
         own, ranks, counts, form = ctx.own, ctx.ranks, ctx.counts, ctx.own.scale_format
+        gate_up, down = parameters[: ranks.each], parameters[ranks.each :]
         dy_TH = grad_outputs[0].to(torch.bfloat16)
         q_AH, s_AG, dy_AH, weights_Ak, ids_Ak = ranks.gather(counts, q_TH, s_TG, dy_TH, weights_Tk, ids_Tk)
         saved = Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", form))
         matrices = ranks.matrices(own, gate_up, down, last=True, made_in=ctx.made_in)
-        dtypes = (torch.float32, gate_up.dtype, down.dtype)
-        wanted = [dtype if wants else None for dtype, wants in zip(dtypes, (True, *ctx.needs_input_grad[1:3]), strict=True)]
+        trained = any(ctx.needs_input_grad[-len(parameters) :])
+        wanted = [torch.float32, *(part[0].dtype if trained else None for part in (gate_up, down))]
         found = run_backward(
             own.backend, dy_AH, Quantized(q_AH, s_AG, "rows", form), saved, matrices, weights_Ak, ids_Ak, (gate_up, down),
             wanted, held=ranks.held, experts=ranks.experts,
@@ -140,7 +137,10 @@ class _RankedMixture(torch.autograd.Function):
         tokens = len(ids_Tk)
         parts_RTF = ranks.exchange(sums_AF, counts, [tokens] * ranks.size).view(ranks.size, tokens, -1)
         dx_TH, dweights_Tk = functools.reduce(torch.add, parts_RTF.unbind()).split((q_TH.shape[1], ids_Tk.shape[1]), 1)
-        return dx_TH.to(ctx.x_dtype), found.dgate_up, found.ddown, dweights_Tk.to(weights_Tk.dtype), None, None, None
+        gradients = [None] * len(parameters)
+        if found.dgate_up is not None and found.ddown is not None:
+            gradients = [*found.dgate_up.unbind(), *found.ddown.unbind()]
+        return dx_TH.to(ctx.x_dtype), dweights_Tk.to(weights_Tk.dtype), None, None, None, *gradients
 
 
 def _sent_home(
@@ -160,11 +160,17 @@ def _sent_home(
 
 
 def ranked_experts_forward(
-    x_TH: Tensor, gate_up_nFH: Tensor, down_nHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts, ranks: ExpertRanks
+    x_TH: Tensor,
+    gate_up_nFH: Sequence[Tensor],
+    down_nHI: Sequence[Tensor],
+    weights_Tk: Tensor,
+    ids_Tk: Tensor,
+    own: Experts,
+    ranks: ExpertRanks,
 ) -> Tensor:
-    """As ``experts.experts_forward``, with the parameters of this rank's experts. Collective, in both directions.
+    """As ``experts.experts_forward``, with the parameters of this rank's experts one by one. Collective, in both directions.
 
     ``own`` counts them alone; ``ids_Tk`` are indices among all. Parameters get the gradients of the tokens of all ranks.
     """
-    result: Tensor = _RankedMixture.apply(x_TH, gate_up_nFH, down_nHI, weights_Tk, ids_Tk, own, ranks)
+    result: Tensor = _RankedMixture.apply(x_TH, weights_Tk, ids_Tk, own, ranks, *gate_up_nFH, *down_nHI)
     return result

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.models.structure import PARTS, Part
 
 __all__ = ["PARTS", "ExpertWeights", "Experts", "Matrix", "experts_forward", "run_experts"]
+
+
+#: a matrix of each expert: a stack [E, …], or one by one
+Matrices: TypeAlias = Tensor | Sequence[Tensor]
 
 
 class Matrix(NamedTuple):
@@ -178,11 +182,11 @@ class Experts:
         return Stacks(gate_up, down)
 
     def quantized(
-        self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None
+        self, expert: int, gate_up_EFH: Matrices, down_EHI: Matrices, last: bool = False, made_in: int | None = None
     ) -> ExpertWeights:
         """The bytes and scales of one expert. ``last`` and ``made_in`` as in ``Fp8State.quantized``."""
-        width = down_EHI.shape[2]
-        weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
+        gate_up_FH, down_HI = gate_up_EFH[expert], down_EHI[expert]
+        weights = (*gate_up_FH.split(down_HI.shape[1]), down_HI)
         if self.plain is not None:
             return ExpertWeights(*(self.plain.quantize_weight(w, self.scale_format) for w in weights))
         pairs = zip((self._matrices[expert, part].fp8 for part in PARTS), weights, strict=True)
@@ -252,7 +256,7 @@ def run_backward(
     matrices: Callable[[int], ExpertWeights],
     weights_Tk: Tensor,
     ids_Tk: Tensor,
-    masters: tuple[Tensor, Tensor],
+    masters: tuple[Matrices, Matrices],
     wanted: Sequence[torch.dtype | None],
     dab_PF: Tensor | None = None,
     held: range | None = None,
@@ -262,12 +266,13 @@ def run_backward(
 
     With ``held``, some of the layer's ``experts``, the parameters and ``saved`` are theirs.
     """
+    shapes = (dy_TH.shape, *((len(master), *master[0].shape) for master in masters))
     dx, dgate_up, ddown = (
-        torch.zeros(like.shape, dtype=dtype, device=like.device) if wants else None
-        for like, dtype, wants in zip((dy_TH, *masters), (torch.float32, *wanted[1:]), wanted)
+        torch.zeros(shape, dtype=dtype, device=dy_TH.device) if wants else None
+        for shape, dtype, wants in zip(shapes, (torch.float32, *wanted[1:]), wanted)
     )
     dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
-    (E, _, I), first = masters[1].shape, 0 if held is None else held.start
+    (E, _, I), first = shapes[2], 0 if held is None else held.start
     for number, tokens, slots, at in groups_of(ids_Tk, experts or E, held):
         expert = number - first
         w, h, (a_nI, b_nI) = matrices(number), saved.h.rows(at), saved.ab_PF[at].chunk(2, 1)

@@ -44,21 +44,26 @@ def main(split: ExpertSplit, form: str, plain: bool) -> dict[str, Any]:
     ranks = ExpertRanks(dist.group.WORLD, EXPERTS)
     here = slice(ranks.held.start, ranks.held.stop)
     own = Experts(ranks.each, form, "native", split, products)
-    parts = (layer.x[mine], layer.gate_up[here], layer.down[here], layer.weights[mine])
-    parts = tuple(part.detach().clone().requires_grad_() for part in parts)
-    found = ranked_experts_forward(*parts, layer.ids[mine], own, ranks)
+    cut = (layer.x[mine], layer.weights[mine], *layer.gate_up[here], *layer.down[here])
+    x, weights, *matrices = (part.detach().clone().requires_grad_() for part in cut)
+
+    def run() -> torch.Tensor:
+        gate_up, down = matrices[: ranks.each], matrices[ranks.each :]
+        return ranked_experts_forward(x, gate_up, down, weights, layer.ids[mine], own, ranks)
+
+    found = run()
     found.backward(dy[mine])
-    dx, dgate_up, ddown, dweights = (part.grad for part in parts)
+    gradients = [matrix.grad for matrix in matrices]
     facts = {
         "y": torch.equal(found, y[mine]),
-        "gate_up": torch.equal(dgate_up, wanted[1][here]),
-        "down": torch.equal(ddown, wanted[2][here]),
-        "weights": torch.equal(dweights, wanted[3][mine]),
-        "x": float((dx - wanted[0][mine]).norm() / wanted[0][mine].norm()),
+        "gate_up": torch.equal(torch.stack(gradients[: ranks.each]), wanted[1][here]),
+        "down": torch.equal(torch.stack(gradients[ranks.each :]), wanted[2][here]),
+        "weights": torch.equal(weights.grad, wanted[3][mine]),
+        "x": float((x.grad - wanted[0][mine]).norm() / wanted[0][mine].norm()),
         "unused": bool((wanted[2][UNUSED] == 0).all()),
     }
     with torch.no_grad():
-        facts["without gradients"] = torch.equal(ranked_experts_forward(*parts, layer.ids[mine], own, ranks), found)
+        facts["without gradients"] = torch.equal(run(), found)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, facts)
     return {key: [each[key] for each in every] for key in facts}
