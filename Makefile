@@ -149,7 +149,7 @@ official: $(SELF)
 
 ## runs the test suites of others without and with the plugin; CHECKOUTS="--vllm DIR --verl DIR": an hour
 # goes on where it was stopped; writes docs/judges.md; ARGS="--only TRL" runs those alone
-judges: $(SELF) $(VENV)/judges $(VENV)/trl
+judges: $(SELF) $(VENV)/judges $(VENV)/trl $(VENV)/vision
 	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.judges $(CHECKOUTS) $(ARGS)
 
 ## lint, types and the tests, with real runs of verl and OpenRLHF: half an hour; ARGS="tests/sync -x" runs only those

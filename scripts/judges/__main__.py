@@ -1,8 +1,8 @@
 """Judge the plugin by the test suites of others: ``python -m scripts.judges --vllm DIR --verl DIR`` (``make judges``).
 
 Each suite runs without the plugin and with it. A test that ends differently needs an entry in ``explained.py``, else the exit
-status is 1. In suites whose tests disturb one another it runs once more first, its file alone, in both arms. Finished runs are
-kept in ``--out``, and a later call continues there.
+status is 1, as it is if no test of a suite passes in either arm. In suites whose tests disturb one another it runs once more
+first, its file alone, in both arms. Finished runs are kept in ``--out``, and a later call continues there.
 """
 
 from __future__ import annotations
@@ -117,10 +117,18 @@ def main() -> int:
     args = parser.parse_args()
     args.out = args.out.resolve()
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+    vain = []
     for suite in SUITES:
         checkout = getattr(args, suite.checkout.replace("-", "_"))
-        if checkout is not None and args.only in suite.name:
-            results = [row for row in results if row["suite"] != suite.name] + rows(suite, checkout.resolve(), args)
+        if checkout is None or args.only not in suite.name:
+            continue
+        found = rows(suite, checkout.resolve(), args)
+        if any(row["passed"] for row in found):
+            results = [row for row in results if row["suite"] != suite.name] + found
+        else:
+            vain.append(suite.name)
+            for file in (args.out / "runs").glob(f"{suite.name} *.json"):
+                file.unlink()
     order = [suite.name for suite in SUITES]
     results = sorted((row for row in results if row["suite"] in order), key=lambda row: order.index(row["suite"]))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -129,7 +137,9 @@ def main() -> int:
     open_ones = [(row, name, move) for row in results for name, move in row["moved"].items() if move["why"] is None]
     for row, name, move in open_ones:
         print(f"{row['suite']}, {row['plugin']}: {name}: {move['from']}, then {move['to']}: {move['message']}")
-    return 1 if open_ones else 0
+    for name in vain:
+        print(f"{name}: no test passed, without the plugin or with it. The logs are in {args.out}; earlier results stay.")
+    return 1 if open_ones or vain else 0
 
 
 def texts(results: list[dict[str, Any]]) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.judges import __main__ as judges
 from scripts.judges import explained, suites
 from scripts.judges.__main__ import file_of, moved, texts
 from scripts.judges.run import Outcome, Run, outcomes
@@ -84,3 +86,23 @@ def test_what_is_not_explained_is_said_to_be() -> None:
     }  # fmt: skip
     rows = [{**row, "plugin": "off", "moved": {}}, {**row, "plugin": "bf16", "moved": {"t": {"why": None}}}]
     assert "- verl on CPU, bf16, 1 test: not explained" in texts(rows)["moved"]
+
+
+def test_a_suite_in_which_nothing_passes_is_an_error_and_keeps_its_earlier_results(monkeypatch, tmp_path, capsys):
+    row = {"suite": "OpenRLHF", "plugin": "off", "passed": 20, "processor": "p", "date": "d", "moved": {}}
+    row |= dict.fromkeys(("tests of", "run against", "run", "failed", "skipped", "minutes"), 0)
+    results, page, kept = tmp_path / "results.json", tmp_path / "page.md", tmp_path / "runs" / "OpenRLHF off.json"
+    results.write_text(json.dumps([row]))
+    page.write_text("<!-- judges -->\n<!-- /judges -->\n<!-- moved -->\n<!-- /moved -->\n")
+    kept.parent.mkdir()
+    kept.write_text("{}")
+    monkeypatch.setattr(judges, "RESULTS", results)
+    monkeypatch.setattr(judges, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["judges", "--openrlhf", str(tmp_path), "--only", "OpenRLHF", "--out", str(tmp_path)])
+    monkeypatch.setattr(judges, "rows", lambda *_: [row | {"passed": 0}])
+    assert judges.main() == 1
+    assert "OpenRLHF: no test passed" in capsys.readouterr().out
+    assert json.loads(results.read_text()) == [row] and not kept.exists()
+    monkeypatch.setattr(judges, "rows", lambda *_: [row | {"passed": 0}, row | {"plugin": "exact", "passed": 1}])
+    assert judges.main() == 0
+    assert [one["passed"] for one in json.loads(results.read_text())] == [0, 1]
