@@ -149,8 +149,8 @@ def main(scale_format, wrong):
             model_type="value_model" if wrong == "critic" else "language_model", hf_config=hf.config, local_path="-"
         ),
         engine_config=Settings(
-            tensor_model_parallel_size=1, context_parallel_size=1, expert_tensor_parallel_size=None, sequence_parallel=True,
-            vanilla_mbridge=False, pipeline_model_parallel_size=len(blocks), forward_only=False,
+            tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
+            sequence_parallel=True, vanilla_mbridge=False, pipeline_model_parallel_size=len(blocks), forward_only=False,
             use_distributed_optimizer=True, use_megatron_fsdp=wrong == "sharded", override_ddp_config={},
             override_mcore_model_config={},
             use_dist_checkpointing=False,

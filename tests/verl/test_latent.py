@@ -66,7 +66,7 @@ def test_a_remote_model_is_refused_in_the_worker() -> None:
 
 def test_megatron_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match=r"found model_type='deepseek_v3' \(its Megatron layers have not been compared"):
-        megatron.check_model(models.config_of("deepseek_v3"), megatron.Sizes(1, 1, 1, True, False), LINEAR)
+        megatron.check_model(models.config_of("deepseek_v3"), megatron.Sizes(1, 1, 1, 1, True, False), LINEAR)
 
 
 @pytest.mark.e2e

@@ -92,7 +92,7 @@ def test_megatron_names_its_families(base, model, monkeypatch):
     from jetrl_patch.adapters.verl import megatron
 
     with pytest.raises(ModelError, match=r"the model with Megatron: required one of qwen2, .*found model_type='qwen2_5_vl'"):
-        megatron.check_model(vision_models.config_of("qwen2_5_vl"), megatron.Sizes(1, 1, 1, True, False), LINEAR)
+        megatron.check_model(vision_models.config_of("qwen2_5_vl"), megatron.Sizes(1, 1, 1, 1, True, False), LINEAR)
 
 
 def test_a_remote_model_is_refused_in_the_worker():
