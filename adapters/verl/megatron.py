@@ -180,8 +180,8 @@ def _unknown(select: Select) -> Iterator[JetrlError]:
     """Yield an error for each section with keys by which Megatron may build or run another model."""
     for section, harmless in {"override_transformer_config": _HARMLESS, "override_ddp_config": _HARMLESS_DDP}.items():
         given = [(select(f"{role}.megatron.{section}") or {}).items() for role in (ACTOR, REF)]
-        known = {key: value for key, value in itertools.chain(*given) if key not in harmless and value is not None}
-        found = {str(key): value for key, value in known.items() if value not in _OFF.get(key, ())}
+        others = [(key, value) for key, value in itertools.chain(*given) if key not in harmless and value is not None]
+        found = {str(key): value for key, value in others if value not in _OFF.get(key, ())}
         if found:
             what, words = f"{named(f'{MEGATRON}.{section}')} with exact mode", ", ".join(f"{k}={v!r}" for k, v in found.items())
             required, fix = "keys that exact mode knows to change no bit", f"remove {' and '.join(found)}, or set strategy=fsdp2"

@@ -135,7 +135,7 @@ def groups_of(ids_Tk: Tensor, experts: int, held: range | None = None) -> Iterat
     held = range(experts) if held is None else held
     order, k, start = torch.argsort(flat, stable=True)[sum(counts[: held.start]) :], ids_Tk.shape[1], 0
     for expert in held:
-        if count := counts[expert] if expert < len(counts) else 0:
+        if count := counts[expert]:
             span = slice(start, start + count)
             yield Group(expert, order[span] // k, order[span] % k, span)
             start += count

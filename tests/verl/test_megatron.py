@@ -168,6 +168,10 @@ OF_EXACT = [
     (f"+{M}.override_mcore_model_config.moe=1", "the model in config.json"),
     (f"+{LAYERS}.perform_initialization=false", "keys that exact mode knows to change no bit, found perform_initialization="),
     (f"+{LAYERS}.moe_aux_loss_coeff=0.01", "keys that exact mode knows to change no bit, found moe_aux_loss_coeff=0.01"),
+    (
+        f"+{LAYERS}.moe_z_loss_coeff=0.01 +actor_rollout_ref.ref.megatron.override_transformer_config.moe_z_loss_coeff=0",
+        "keys that exact mode knows to change no bit, found moe_z_loss_coeff=0.01",
+    ),
     (f"+{LAYERS}.invented_tomorrow=1", "keys that exact mode knows to change no bit, found invented_tomorrow="),
     (f"+{LAYERS}.fp8=e4m3", "keys that exact mode knows to change no bit, found fp8='e4m3'"),
     (f"+{M}.override_ddp_config.overlap_param_gather=true", "exact mode knows to change no bit, found overlap_param_gather="),
