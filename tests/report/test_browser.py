@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.cli.report import collect, write_page
+from jetrl_patch.cli.report import collect, write_page, write_summary
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -61,7 +61,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"exact={run_file(folder / 'a.jsonl', 1, 0, exact=True)}",
         f"a run with a rather long name, FP8 rollout={run_file(folder / 'b.jsonl', 7, 20, exact=False)}",
     ]
-    return write_page(collect(texts, []), folder, "Two runs", "as verl writes them")
+    runs = collect(texts, [])
+    return write_page(runs, write_summary(runs, folder), folder, "Two runs", "as verl writes them")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,8 @@ def test_a_live_page_loads_itself_anew(browser: Any, tmp_path: Path) -> None:
     run = run_file(tmp_path / "a.jsonl", 1, 0, exact=True)
 
     def publish(title: str, live: int) -> str:
-        return write_page(collect([f"one={run}"], []), tmp_path, title, live=live).as_uri()
+        runs = collect([f"one={run}"], [])
+        return write_page(runs, write_summary(runs, tmp_path), tmp_path, title, live=live).as_uri()
 
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(PATIENCE)

@@ -66,7 +66,7 @@ class Chart:
         if self.style == "share":
             share = f"{100 * value:.5g}%"
             return share if share != "100%" or value == 1 else "almost 100%"
-        form = {"count": ",.10g", "seconds": ".3g", "db": ".4g"}.get(self.style, ".4g")
+        form = {"count": ",.10g", "seconds": ".3g"}.get(self.style, ".4g")
         return f"{value:{form}}" + {"seconds": " s", "db": " dB"}.get(self.style, "")
 
     def ends(self, least: float, most: float) -> tuple[float, float, list[Limit]]:

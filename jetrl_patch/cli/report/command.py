@@ -31,7 +31,7 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
     notes: list[str] = []
     runs = collect([str(folder / "metrics.jsonl")], notes)
     summaries = write_summary(runs, folder)
-    write_page(runs, folder, title, subtitle, notes)
+    write_page(runs, summaries, folder, title, subtitle, notes)
     draw_pictures(runs, folder)
     return summaries
 
@@ -58,7 +58,7 @@ def command(
         with writing(out):
             summaries = write_summary(runs, out)
             for stage, make in (
-                ("writing the page", lambda: [write_page(runs, out, title, _count(runs), notes)]),
+                ("writing the page", lambda: [write_page(runs, summaries, out, title, _count(runs), notes)]),
                 ("drawing the pictures", lambda: draw_pictures(runs, out)),
             ):
                 progress.stage(stage)
@@ -111,8 +111,7 @@ def watch(
                         runs = _read(texts, notes, progress, prometheus)
                         progress.stage("writing the page")
                         with writing(out):
-                            write_summary(runs, out)
-                            page = write_page(runs, out, title, _count(runs), notes, live=every)
+                            page = write_page(runs, write_summary(runs, out), out, title, _count(runs), notes, live=every)
                     steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
                     console.print(f"{time.strftime('%H:%M:%S')}  {steps}  {page}", markup=False, soft_wrap=True)
                     before = state

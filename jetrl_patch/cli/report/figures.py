@@ -58,17 +58,17 @@ def lines(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Chart]) 
     )  # fmt: skip
     smoothed: list[list[list[float | None]]] = [[] for _ in _SMOOTH]
     places: dict[str, list[list[float]]] = {"step": [], "tokens": [], "minutes": []}
-    seen = set()
+    seen, sums = set(), [_sums(run) for run in runs]
     for i, chart in enumerate(cells):
         if chart is None:
             continue
         where = {"row": i // 2 + 1, "col": i % 2 + 1}
         position = _axis(figure, chart, where)
-        for run, style, series in zip(runs, styles, chart.series, strict=True):
+        for run, style, totals, series in zip(runs, styles, sums, chart.series, strict=True):
             if not series:
                 continue
             points = thin(series)
-            values, by = [value for _, value in points], _places(run, points)
+            values, by = [value for _, value in points], _places(totals, points)
             for level, weight in zip(smoothed, _SMOOTH, strict=True):
                 level.append(list(map(position, _mean(values, weight))))
             for name, found in by.items():
@@ -218,13 +218,17 @@ def _controls(
     figure.update_layout(sliders=[slider], updatemenus=[{**menu, "buttons": buttons}] if len(buttons) > 1 else [])
 
 
-def _places(run: Run, points: Points) -> dict[str, list[float]]:
-    """Where points lie on each horizontal axis; tokens and minutes are those up to the step, or [] if the run has none."""
+def _sums(run: Run) -> dict[str, Points]:
+    """The tokens and the minutes up to each step; [] if the run has none."""
+    return {"tokens": run.tokens, "minutes": [(step, total / 60) for step, total in run.time]}
+
+
+def _places(sums: dict[str, Points], points: Points) -> dict[str, list[float]]:
+    """Where points lie on each horizontal axis: by their step, and by the ``sums`` up to it; [] for sums that are missing."""
     found = {"step": [float(step) for step, _ in points]}
-    for name, sums, unit in (("tokens", run.tokens, 1), ("minutes", run.time, 60)):
-        known = [step for step, _ in sums]
-        totals = [0.0, *(total / unit for _, total in sums)]
-        found[name] = [totals[bisect.bisect_right(known, step)] for step, _ in points] if sums else []
+    for name, known in sums.items():
+        steps, totals = [step for step, _ in known], [0.0, *(total for _, total in known)]
+        found[name] = [totals[bisect.bisect_right(steps, step)] for step, _ in points] if known else []
     return found
 
 

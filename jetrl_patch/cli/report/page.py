@@ -23,20 +23,27 @@ def write_summary(runs: Sequence[Run], folder: Path) -> list[dict[str, Any]]:
 
 
 def write_page(
-    runs: Sequence[Run], folder: Path, title: str, subtitle: str = "", notes: Sequence[str] = (), live: int = 0
+    runs: Sequence[Run],
+    summaries: Sequence[dict[str, Any]],
+    folder: Path,
+    title: str,
+    subtitle: str = "",
+    notes: Sequence[str] = (),
+    live: int = 0,
 ) -> Path:
     """Write ``report.html`` into ``folder``, and return its path.
 
     The file is replaced as a whole, so that a browser never reads half a page.
 
     Args:
+        summaries: what ``write_summary`` returns.
         notes: warnings for the reader, such as skipped lines.
         live: seconds between reloads of the page; 0 for a finished page.
 
     Raises:
         ReportError: Plotly is not installed.
     """
-    script, summaries = figures.script(), [summarize(run) for run in runs]
+    script = figures.script()
     scales, styles = Scales(runs), charts.choose(runs)
     drawn = [*charts.draw(runs), *map(scales.chart, scales.headline)]
     still = [chart for chart in drawn if chart.group in (charts.MISMATCH, charts.OTHER) and chart.steady is not None]
