@@ -79,8 +79,8 @@ class Models(Protocol):
 class Parallel(Protocol):
     """Builds Megatron-Core models that compute as the rollout does."""
 
-    def settings(self, count: int, /) -> dict[str, Any]:
-        """The values of Megatron's configuration that a model of ``count`` layers needs, to be set before it is built."""
+    def settings(self, hf_config: Any, /) -> dict[str, Any]:
+        """The values of Megatron's configuration that a model needs, to be set before it is built."""
 
     def layer_spec(
         self, hf_config: Any, config: Config, /, rollout_tp: int, rollout_ep: int, device_type: str

@@ -163,7 +163,7 @@ def test_unions_and_lists() -> None:
     assert {"kv_b_proj"} == ABSORBED
     assert {"o_proj", "down_proj", "out_proj"} == ROW_PARALLEL
     assert not any(LLAMA_LIKE.covers(part) for part in ("exact", "scaling", "fused", "megatron", "veomni"))
-    assert titles(covering("megatron").values()) == "Qwen2/2.5, Qwen3, Llama and Qwen3-MoE"
+    assert titles(covering("megatron").values()) == "Qwen2/2.5, Qwen3, Llama, Qwen3-MoE, GLM-4-MoE and DeepSeek-V3"
     assert titles(covering("veomni").values()) == "Qwen2/2.5, Qwen3, Llama, Qwen3-MoE, Qwen3-VL and Qwen3-VL-MoE"
     assert titles([FAMILIES["phi3"]]) == "Phi-3/4"
 

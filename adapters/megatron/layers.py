@@ -59,6 +59,23 @@ class Positions(ExactRotary):
         return self._places
 
 
+class Routing(NamedTuple):
+    """How a token's experts are chosen (``exact.route``).
+
+    Attributes:
+        renormalize: whether their weights add up to 1.
+        groups, kept, scale: as in ``Sigmoid``, for routers with a correction bias; no groups for all others.
+    """
+
+    renormalize: bool = True
+    groups: int = 0
+    kept: int = 0
+    scale: float = 1.0
+
+
+SOFTMAX = Routing()
+
+
 @dataclass(frozen=True)
 class Run:
     """What the layers of a model need to know.
@@ -69,7 +86,8 @@ class Run:
         positions: those of the last packed row.
         fp8_cache: whether the rollout rounds keys and values to FP8.
         fp32_head: whether logits are FP32.
-        experts: how the rollout splits experts. renormalize: whether the weights of a token's experts add up to 1.
+        experts: how the rollout splits experts. routing: how it chooses a token's.
+        latent_scale: of the scores of latent attention.
     """
 
     scale_format: Any
@@ -79,7 +97,8 @@ class Run:
     fp8_cache: bool = False
     fp32_head: bool = False
     experts: ExpertSplit = WHOLE
-    renormalize: bool = True
+    routing: Routing = SOFTMAX
+    latent_scale: float = 1.0
 
 
 def bound(kind: type, run: Run) -> type:
@@ -102,6 +121,21 @@ class Norm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
+def matrix(config: Any, *shape: int) -> nn.Parameter:
+    """A parameter with Megatron's initial values, on the default device: whoever builds the model moves it to its own."""
+    weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+    if config.perform_initialization:
+        config.init_method(weight)
+    return weight
+
+
+def whole_matrix(config: Any, *shape: int) -> nn.Parameter:
+    """The same, for a weight that each rank holds whole and multiplies by its own tokens."""
+    weight = matrix(config, *shape)
+    weight.sequence_parallel = config.sequence_parallel  # Megatron then adds its ranks' gradients
+    return weight
+
+
 def _norm_weight(size: int, config: Any, device: Any = None) -> nn.Parameter:
     """Ones, on the default device: whoever builds the model moves it to its own."""
     weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
@@ -112,7 +146,7 @@ def _norm_weight(size: int, config: Any, device: Any = None) -> nn.Parameter:
 class Column(ColumnParallelLinear):
     """A column-parallel FP8 layer: [T, B, K] (or this rank's tokens of it) -> BF16 [T, B, N / ranks]."""
 
-    counterpart: ClassVar[str]
+    counterpart: ClassVar[str] = "TEColumnParallelLinear"
     run: ClassVar[Run]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -190,8 +224,7 @@ class Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Any, **__: Any
     ) -> Tensor:
         """Heads [T, h, D] of a packed row, or of this rank's part of it -> BF16 [T, 1, h D]."""
-        padded = packed_seq_params.cu_seqlens_q_padded  # each sequence has its own padding at its end
-        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+        cu_seqlens = boundaries(packed_seq_params)
         cos, sin, exchange = self.run.positions.places(cu_seqlens, query, self.group)
         q, k, v = (query, key, value) if exchange is None else map(exchange.to_heads, (query, key, value))
         q, k = (_rotated(heads, cos, sin) for heads in (q, k))
@@ -201,9 +234,17 @@ class Attention(nn.Module):
         return attended.reshape(query.shape[0], 1, -1)
 
 
+def boundaries(packed_seq_params: Any) -> Tensor:
+    """Where the sequences of a packed row begin, int [S + 1]. Each has its own padding at its end."""
+    padded: Tensor | None = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = heads.chunk(2, -1)
-    return heads * cos + torch.cat((-high, low), -1) * sin
+    """Heads [T, h, D], of which the first R numbers are rotated by cos and sin [T, 1, R]."""
+    rotated, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), -1)
+    low, high = rotated.chunk(2, -1)
+    return torch.cat((rotated * cos + torch.cat((-high, low), -1) * sin, rest), -1)
 
 
 class Head(ColumnParallelLinear):

@@ -8,16 +8,22 @@ convert.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.parallel_state import get_expert_data_parallel_rank, get_expert_model_parallel_group
+from megatron.core.parallel_state import (
+    get_expert_data_parallel_rank,
+    get_expert_model_parallel_group,
+    get_tensor_model_parallel_group,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.megatron.layers import Run, bound
+from jetrl_patch.adapters.megatron.layers import Column, GatedMLP, Row, Run, bound, matrix, whole_matrix
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.expert_ranks import ExpertRanks, ranked_experts_forward
 from jetrl_patch.fp8.experts import Experts, experts_forward
@@ -31,12 +37,31 @@ class Router(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.weight = _matrix(config, config.num_moe_experts, config.hidden_size)
-        self.weight.sequence_parallel = config.sequence_parallel  # Megatron then adds its ranks' gradients
+        self.weight = whole_matrix(config, config.num_moe_experts, config.hidden_size)
         self.chosen = config.moe_router_topk
 
     def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.route(ops.linear(tokens_TH, self.weight), self.chosen, self.run.renormalize)
+        return ops.route(ops.linear(tokens_TH, self.weight), self.chosen, self.run.routing.renormalize)
+
+
+class SigmoidRouter(Router):
+    """The same by the sigmoid of FP32 logits, a correction bias and groups. The bias stays as the checkpoint has it, in FP32."""
+
+    expert_bias: Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.expert_bias = self.expert_bias.float()  # Megatron makes the built model BF16, and loads the checkpoint after that
+        return self
+
+    def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
+        own = self.run.routing
+        rule = ops.Sigmoid(self.expert_bias, own.groups, own.kept, own.scale)
+        return ops.route(ops.head_linear_fp32(tokens_TH, self.weight), self.chosen, own.renormalize, rule)
 
 
 class Matrices(nn.Module):
@@ -48,7 +73,7 @@ class Matrices(nn.Module):
     def __init__(self, config: Any, count: int, *shape: int) -> None:
         super().__init__()
         for expert in range(count):
-            weight = _matrix(config, *shape)
+            weight = matrix(config, *shape)
             weight.allreduce = False  # Megatron then adds its gradients over the ranks that hold the same experts
             # as TransformerEngine marks it; otherwise the gradients' norm would miss what the optimizer shards to other ranks
             set_tensor_model_parallel_attributes(weight, True, self.dim, 1)
@@ -93,6 +118,16 @@ class Grouped(nn.Module):
         return ranked_experts_forward(tokens_TH, gate_up, down, *routes, own, self.ranks)
 
 
+class Shared(GatedMLP):
+    """The experts that see every token, in one MLP [T, B, H] -> BF16 [T, B, H], which tensor-parallel ranks split."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        own = copy.copy(config)
+        own.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        parts = MLPSubmodules(linear_fc1=bound(Column, run), linear_fc2=bound(Row, run))
+        super().__init__(own, parts, ffn_hidden_size=own.ffn_hidden_size, tp_group=get_tensor_model_parallel_group())
+
+
 class Mixture(nn.Module):
     """In place of Megatron's ``MoELayer``: hidden states [T, B, H] -> BF16 [T, B, H], and no bias."""
 
@@ -101,18 +136,23 @@ class Mixture(nn.Module):
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__()
-        self.router = bound(Router, self.run)(config)
+        self.router = bound(SigmoidRouter if self.run.routing.groups else Router, self.run)(config)
         self.experts = Grouped(config, self.run)
+        shares = bool(config.moe_shared_expert_intermediate_size)
+        self.shared_experts = Shared(config, self.run) if shares else None
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         tokens_TH = hidden_states.flatten(0, -2)
-        return self.experts(tokens_TH, *self.router(tokens_TH)).view_as(hidden_states), None
+        found = self.experts(tokens_TH, *self.router(tokens_TH)).view_as(hidden_states)
+        return found if self.shared_experts is None else found + self.shared_experts(hidden_states)[0], None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """For a checkpoint, in which each expert has its number in the layer. Ranks with the same experts are replicas."""
         found = sharded_state_dict_default(self.router, f"{prefix}router.", sharded_offsets, metadata)
+        if (shared := self.shared_experts) is not None:
+            found |= shared.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets, metadata)
         ranks, replica = self.experts.ranks, (0, 0, get_expert_data_parallel_rank())
         for name in ("linear_fc1", "linear_fc2"):
             own = f"{prefix}experts.{name}.weight"
@@ -122,11 +162,3 @@ class Mixture(nn.Module):
                     weight, key, prepend_offsets=sharded_offsets, replica_id=replica
                 )
         return found
-
-
-def _matrix(config: Any, *shape: int) -> nn.Parameter:
-    """A parameter with Megatron's initial values, on the default device: whoever builds the model moves it to its own."""
-    weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-    if config.perform_initialization:
-        config.init_method(weight)
-    return weight

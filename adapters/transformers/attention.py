@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import attention
+from jetrl_patch.exact.latent import rotated_pairs
 from jetrl_patch.exact.ops import attention_varlen
 from jetrl_patch.models.layers import in_tower
 from jetrl_patch.models.structure import is_vision_language
@@ -223,20 +224,14 @@ class ExactLatentAttention:
         q_BTHP, q_BTHR = q.unflatten(-1, (-1, self.qk_head_dim)).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         c_BTL, k_BTR = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         value = self.kv_a_layernorm(c_BTL).unsqueeze(1)
-        query = torch.cat((self.kv_b_proj(q_BTHP).transpose(1, 2), _rotated(q_BTHR.transpose(1, 2), *position_embeddings)), -1)
-        key = torch.cat((value, _rotated(k_BTR.unsqueeze(1), *position_embeddings)), -1)
+        cos, sin = (of.unsqueeze(1) for of in position_embeddings)
+        query = torch.cat((self.kv_b_proj(q_BTHP).transpose(1, 2), rotated_pairs(q_BTHR.transpose(1, 2), cos, sin)), -1)
+        key = torch.cat((value, rotated_pairs(k_BTR.unsqueeze(1), cos, sin)), -1)
         if past_key_values is not None:  # one with tokens is refused, as in every exact attention
             key, value = past_key_values.update(key, value, self.layer_idx)
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         a_BTHL, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(self.kv_b_proj(a_BTHL, self.v_head_dim).flatten(2)), None
-
-
-def _rotated(x_BHTR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Hugging Face's ``apply_rotary_pos_emb_interleave``: neighboring numbers are one pair, and come out in two halves."""
-    low, high = x_BHTR[..., 0::2], x_BHTR[..., 1::2]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
 
 
 # ---- Sequence parallelism (Ulysses, arXiv 2309.14509): each rank holds a slice of every sequence --

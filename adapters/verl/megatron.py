@@ -25,7 +25,7 @@ from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, 
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, uncovered
-from jetrl_patch.models.structure import expert_sizes
+from jetrl_patch.models.structure import expert_sizes, has_latent_attention
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
@@ -264,24 +264,42 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
     if getattr(hf_config, "model_type", None) not in covering("megatron"):
         required, found = f"one of {', '.join(covering('megatron'))}", uncovered(hf_config, "megatron")
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix="set strategy=fsdp2"))
-    heads = int(hf_config.num_attention_heads)
-    width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
-    mixture = expert_sizes(hf_config)
-    key, ranks = ("moe_intermediate_size", 1) if mixture else ("intermediate_size", sizes.tp)
-    inner = int(getattr(hf_config, key))
-    wrong = [f"head_dim={width}"] if width % 128 else []
-    wrong += [f"{key}={inner} over {ranks} ranks"] if inner % (128 * ranks) else []
+    wrong = list(_cut_widths(hf_config, sizes.tp))
     if wrong:
-        required = "a head_dim and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers"
+        required = "heads and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers or two ranks"
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
-    if mixture:
+    if mixture := expert_sizes(hf_config):
         _check_mixture(mixture[0], sizes, config)
-    shared, ranks = int(getattr(hf_config, "num_key_value_heads", None) or heads), sizes.tp * sizes.cp
+    if has_latent_attention(hf_config) and (sizes.cp > 1 or sizes.old_bridge):  # its one key head has no part for each rank
+        required, fix = "Megatron-Bridge and no context parallelism", "set both, or strategy=fsdp2"
+        found = f"vanilla_mbridge={sizes.old_bridge}, context_parallel_size={sizes.cp}"
+        raise ModelError(explain("latent attention in Megatron", required=required, found=found, fix=fix))
+    shared = int(getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads)
+    ranks = sizes.tp * sizes.cp
     if config.exact and shared % ranks:
         required, found = "whole key heads on each rank", f"{shared} key heads over {ranks} ranks"
         fix = f"let tensor_model_parallel_size times context_parallel_size divide {shared}"
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
+
+
+def _cut_widths(hf_config: Any, tp: int) -> Iterator[str]:
+    """Yield each width of a matrix, or of a tensor-parallel rank's part of it, that ends inside an FP8 block."""
+    heads, mixture = int(hf_config.num_attention_heads), expert_sizes(hf_config)
+    if has_latent_attention(hf_config):  # a matrix each for queries and for values, so that only ranks can cut a block
+        widths = (int(hf_config.qk_nope_head_dim) + int(hf_config.qk_rope_head_dim), int(hf_config.v_head_dim))
+        yield from (f"{heads} heads of {width} over {tp} ranks" for width in widths if tp > 1 and heads * width % (128 * tp))
+    elif (head := int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)) % 128:
+        yield f"head_dim={head}"
+    all_mixtures = mixture is not None and not getattr(hf_config, "first_k_dense_replace", None)
+    dense = 0 if all_mixtures else int(hf_config.intermediate_size)
+    if dense % (128 * tp):
+        yield f"intermediate_size={dense} over {tp} ranks"
+    experts = mixture[1] if mixture else 0
+    if experts % 128:
+        yield f"moe_intermediate_size={experts} over 1 ranks"
+    if experts * (number := int(getattr(hf_config, "n_shared_experts", None) or 0)) % (128 * tp):
+        yield f"{number} shared experts of {experts} over {tp} ranks"
 
 
 def _check_mixture(experts: int, sizes: Sizes, config: Config) -> None:

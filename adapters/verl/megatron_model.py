@@ -41,10 +41,12 @@ class MegatronSource(Prepared):
     Attributes:
         tied: names tied to another tensor. A bridge may send them or not; the rollout ties them itself.
         shared: that other tensor's name. mbridge sends it once for each pipeline stage that holds it.
+        stored: the buffers in checkpoints, which a sync sends in FP32.
     """
 
     tied: frozenset[str] = frozenset()
     shared: str = ""
+    stored: frozenset[str] = frozenset()
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
         """Like ``Source.stream``, but skip tied tensors, and what was sent before.
@@ -53,8 +55,10 @@ class MegatronSource(Prepared):
         the same values in the same blocks (``megatron.check_model``).
         """
         quantize = self.quantize if self.terms.backend == "te" else None
-        own, layers = self._untied(weights), self.layers
-        return quantized_stream(own, terms=self.terms, layers=layers, shapes=self.shapes, stats=stats, quantize=quantize)
+        return quantized_stream(
+            self._untied(weights), terms=self.terms, layers=self.layers, shapes=self.shapes, stats=stats, quantize=quantize,
+            fp32=self.stored,
+        )  # fmt: skip
 
     def _untied(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         again = False
@@ -95,7 +99,7 @@ def build_tf_config(original: Any, self: Any) -> None:
     hf_config = self.model_config.hf_config
     _check_model(self, hf_config, config)
     service, own = registry.parallel(), self.tf_config if self.provider is None else self.provider
-    for name, value in service.settings(int(hf_config.num_hidden_layers)).items():
+    for name, value in service.settings(hf_config).items():
         setattr(own, name, value)
     ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
     spec = service.layer_spec(hf_config, config, **ranks, device_type=get_device_name())
@@ -162,7 +166,7 @@ def announce(hf_config: Any, config: Config, backend: str, attention: str = "") 
     from transformers import AutoModelForCausalLM
     from verl.utils.model import convert_weight_keys
 
-    from jetrl_patch.fp8.convert import expert_modules, select_layers, shapes_per_expert
+    from jetrl_patch.fp8.convert import expert_modules, select_layers, shapes_per_expert, stored_buffers
     from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
 
     with torch.device("meta"):
@@ -178,6 +182,7 @@ def announce(hf_config: Any, config: Config, backend: str, attention: str = "") 
         terms=Terms.of(config, backend, split, attention),
         tied=tied,
         shared=next(name for name, weight in model.named_parameters() if weight is embedding) if ties else "",
+        stored=frozenset(stored_buffers(model)),
     )
 
 

@@ -65,7 +65,7 @@ def rank_problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 RETURN = f"{ROLLOUT}.enable_rollout_routing_replay"
 _FSDP = "no replay of routes, which verl 0.9.1 has only in its Megatron and VeOmni engines (its FSDP engine ignores them)"
-_MEGATRON = "no replay of routes, because the plugin does not support a mixture of experts with Megatron"
+_MEGATRON = "no replay of routes, because the plugin's experts in Megatron choose their own"
 _INSTEAD = "set it to disabled, and use jetrl_patch's router_replay='R3' with FSDP"
 _FULL = "full weights (with adapters, the reference pass computes with other weights than the rollout)"
 

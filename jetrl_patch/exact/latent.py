@@ -70,6 +70,12 @@ def _by_head(x_THK: Tensor, w_HNK: Tensor) -> Tensor:
     return torch.stack([linear(x, w) for x, w in zip(x_THK.unbind(-2), w_HNK.unbind(0), strict=True)], -2)
 
 
+def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., R]: neighboring numbers are one pair, and come out in two halves (``apply_rotary_pos_emb_interleave``)."""
+    low, high = x[..., 0::2], x[..., 1::2]
+    return torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
+
+
 class ExactAbsorbed:
     """``kv_b_proj`` in the trainer. It multiplies by one half of its weight, inside ``forward``, where FSDP has gathered it."""
 

@@ -63,11 +63,11 @@ _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not sp
 #: for every family with experts
 _BEFORE_ATTENTION = {"input_layernorm": READERS["input_layernorm"]}
 _OUTPUT = {"self_attn.o_proj": "attention"}
-_EXPERTS: dict[Part, str] = {
+_IN_MEGATRON: dict[Part, str] = {
     "scaling": "the readers of a norm before experts are not linear layers",
     "fused": "its experts quantize their tokens themselves",
-    **_NOT_MEGATRON,
 }
+_EXPERTS = _IN_MEGATRON | _NOT_MEGATRON
 #: for every family with a vision tower
 _SECTIONS = Setting(
     "rope_parameters.mrope_section", (), "without it vLLM's positions have one dimension, the trainer's three",
@@ -188,7 +188,7 @@ _RECORDS = (
         *_ALL_BLOCKS,
         _only_vllm("shared_expert_intermediate_size", None, 0),
         merged=(QKV,),
-        uncovered={part: reason for part, reason in _EXPERTS.items() if part != "megatron"},
+        uncovered=_IN_MEGATRON,
     ),
     _with_experts(
         "olmoe", "Olmoe", "OLMoE",
@@ -221,6 +221,7 @@ _RECORDS = (
         _NOT_TIED,
         row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
         mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
+        uncovered=_IN_MEGATRON | _NOT_VEOMNI,
     ),
     _with_experts(
         "deepseek_v3", "DeepseekV3", "DeepSeek-V3",
@@ -234,6 +235,7 @@ _RECORDS = (
         merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
         row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
         mixture=Mixture(("NaiveMoe", "Experts"), "TopkRouter", "MoE"),
+        uncovered=_IN_MEGATRON | _NOT_VEOMNI,
         absorbed="kv_b_proj",
     ),
     _family(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.adapters.verl import megatron, settings
+from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.errors import ModelError
 from tests import models
@@ -62,11 +62,6 @@ def test_a_remote_model_is_refused_in_the_worker() -> None:
     check_worker(config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model), False)
     with pytest.raises(ModelError, match="whole sequences of a model with latent attention"):
         check_worker(config, SimpleNamespace(ulysses_sequence_parallel_size=2, model_config=model), False)
-
-
-def test_megatron_is_refused_with_the_reason() -> None:
-    with pytest.raises(ModelError, match=r"found model_type='deepseek_v3' \(its Megatron layers have not been compared"):
-        megatron.check_model(models.config_of("deepseek_v3"), megatron.Sizes(1, 1, 1, 1, True, False), LINEAR)
 
 
 @pytest.mark.e2e

@@ -213,6 +213,37 @@ def test_a_mixture_holds_whole_experts_on_each_rank():
     assert megatron.Sizes.of({"tensor_model_parallel_size": 2, "sequence_parallel": True}.get) == two._replace(expert_tp=2)
 
 
+def test_blocks_of_shared_experts_and_dense_blocks_belong_to_one_rank():
+    hf_config = config_of("glm4_moe", head_dim=128)
+    megatron.check_model(hf_config, sizes(1), EXACT)
+    with pytest.raises(ModelError, match="found 1 shared experts of 128 over 2 ranks"):
+        megatron.check_model(hf_config, sizes(2), EXACT)
+    two = {"head_dim": 128, "n_shared_experts": 2}
+    megatron.check_model(config_of("glm4_moe", **two), sizes(2), EXACT)
+    for first, match in ((1, "found intermediate_size=384 over 2 ranks"), (0, "")):
+        odd = config_of("glm4_moe", **two, intermediate_size=384, first_k_dense_replace=first)
+        if match:
+            with pytest.raises(ModelError, match=match):
+                megatron.check_model(odd, sizes(2), EXACT)
+        else:
+            megatron.check_model(odd, sizes(2), EXACT)
+
+
+def test_latent_attention():
+    hf_config = config_of("deepseek_v3", n_shared_experts=2)
+    for accepted in (sizes(1), sizes(2), sizes(2)._replace(ep=2)):
+        megatron.check_model(hf_config, accepted, EXACT)
+    for refused, match in (
+        (sizes(1, cp=2), "vanilla_mbridge=False, context_parallel_size=2. Set both, or strategy=fsdp2"),
+        (sizes(1)._replace(old_bridge=True), "required Megatron-Bridge and no context parallelism, found vanilla_mbridge=True"),
+        (sizes(4), "4 heads of 64 over 4 ranks"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            megatron.check_model(hf_config, refused, EXACT)
+    with pytest.raises(ModelError, match="required align='exact'"):
+        megatron.check_model(hf_config, sizes(1), LINEAR)
+
+
 @pytest.mark.parametrize(("override", "match"), OF_EXACT)
 def test_what_exact_mode_refuses(plain, installed, override, match):
     verl_config = copy.deepcopy(plain)

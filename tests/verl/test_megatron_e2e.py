@@ -8,6 +8,7 @@ from tests.megatron import environ, needs_megatron
 from tests.rescore_script import rescore
 from tests.verl.run_verl import A, M, R, Run, make_task
 from tests.verl.test_async_runs import APART, DUMPER, SAVE, TOGETHER
+from tests.verl.test_latent import END
 
 pytestmark = [needs_megatron, pytest.mark.e2e, pytest.mark.timeout(1000)]
 
@@ -17,6 +18,10 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"), fill=True, head_dim=128)
 
 
+#: two ranks that share heads, and each layer's experts
+EXPERTS = [f"{A}.megatron.{kind}={size}" for kind, size in (
+    ("tensor_model_parallel_size", 2), ("expert_tensor_parallel_size", 1), ("expert_model_parallel_size", 2),
+)]  # fmt: skip
 #: 1,024 tokens a step
 BATCH = ("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=8")
 
@@ -54,9 +59,14 @@ def test_v1_entropy_and_a_wider_rollout(task):
 def test_experts_that_trainer_and_rollout_split(tmp_path):
     """Two training ranks, and an engine of two ranks, with half of the experts each."""
     folder = make_task(tmp_path, "qwen3_moe", fill=True, head_dim=128)
-    extra = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.megatron.expert_tensor_parallel_size=1"]
-    extra += [f"{A}.megatron.expert_model_parallel_size=2"]
-    steps_of(folder, *extra, f"{R}.expert_parallel_size=2", processes=2, layers=84)
+    steps_of(folder, *EXPERTS, f"{R}.expert_parallel_size=2", processes=2, layers=84)
+
+
+@pytest.mark.slow
+def test_latent_attention(tmp_path):
+    """Two training ranks that share heads and experts, and an engine of two ranks."""
+    folder = make_task(tmp_path, "deepseek_v3", fill=True, tokens=(END,), n_shared_experts=2)
+    steps_of(folder, *EXPERTS, f"{R}.expert_parallel_size=2", processes=2, layers=69)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from tests.forks import facts, run
 from tests.megatron import environ, needs_megatron
+from tests.models import VARIANTS
 from tests.verl.run_verl import make_task
 
 pytestmark = needs_megatron
@@ -28,7 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_moe": {"head_dim": 128},
+    "glm4_moe": {"head_dim": 128, "attention_bias": True},
+    "deepseek_v3": {"n_shared_experts": 2, **VARIANTS["deepseek_v3"][1]},  # YaRN
+    "deepseek_v3-plain": {"q_lora_rank": None, "num_hidden_layers": 4},
 }  # fmt: skip
+#: quantized layers of the models
+LAYERS = {"qwen3": 28, "qwen2": 21, "llama": 21, "qwen3_moe": 84, "glm4_moe": 69, "deepseek_v3": 69, "deepseek_v3-plain": 96}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: what verl's scripts set for Megatron's own experts, and routers
 OF_MEGATRONS_EXPERTS = {
@@ -70,6 +76,18 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
         "qwen3_moe", 2,
         {"pp": 2, "engine": {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}, **MBRIDGE}},
     ),
+    "a dense block before experts, and shared ones": (
+        "glm4_moe", 2,
+        {"micro": 3, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **MBRIDGE}},
+    ),
+    "latent attention, resumed": (
+        "deepseek_v3", 2,
+        {"tp": 2, "rollout_ep": 2, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+         "override_transformer_config": RECOMPUTE}, "optimizer": {"use_checkpoint_opt_param_scheduler": True}},
+    ),
+    "latent attention in interleaved stages": (
+        "deepseek_v3-plain", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2}},
+    ),
     "data parallelism": ("qwen3", 2, {"micro": 3, "engine": {"optimizer_offload": True}}),
 }  # fmt: skip
 
@@ -80,7 +98,7 @@ def model(tmp_path_factory):
 
     def make(family: str, fill: bool = False) -> str:
         if (family, fill) not in made:
-            folder = make_task(tmp_path_factory.mktemp(family), family, fill=fill, **MODELS[family])
+            folder = make_task(tmp_path_factory.mktemp(family), family.partition("-")[0], fill=fill, **MODELS[family])
             made[family, fill] = str(folder / "model")
         return made[family, fill]
 
@@ -91,7 +109,11 @@ def ask(folder: str, ranks: int, asked: dict[str, Any]) -> dict[str, Any]:
     return facts(SCRIPT, ranks, folder, json.dumps(asked), environ=environ())
 
 
-@pytest.mark.parametrize("name", RUNS)
+#: runs that share their code with others
+MORE = ("a dense block before experts, and shared ones", "latent attention in interleaved stages")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in RUNS])
 def test_log_probs_gradients_and_what_is_sent(model, tmp_path, name):
     family, ranks, asked = RUNS[name]
     resumed = "resumed" in name
@@ -100,7 +122,7 @@ def test_log_probs_gradients_and_what_is_sent(model, tmp_path, name):
     assert found["equal"] == found["tokens"] == [TOKENS, TOKENS]  # before an update, and after one
     for own, theirs in found["norms"]:
         assert own == pytest.approx(theirs, rel=0.005)
-    assert found["layers"] == (28 if family.endswith("moe") else 7) * MODELS[family].get("num_hidden_layers", 3)
+    assert found["layers"] == LAYERS[family]
     assert found["bytes"] and found["scales"] and found["rest"] and found["complete"] and found["fraction"] < 0.51
     assert found.get("finite", True)
     if resumed:

@@ -113,7 +113,8 @@ def copied(tree: Path) -> Path:
 
 def key(change: Change) -> str:
     """What the verdict depends on, except the rest of the package."""
-    words = [change.old, change.new, *((ROOT / name).read_text() for name in (change.file, *change.tests) if name)]
+    files = [name.partition("::")[0] for name in (change.file, *change.tests) if name]
+    words = [change.old, change.new, *((ROOT / file).read_text() for file in files)]
     return f"{change.name} {hashlib.sha256(chr(0).join(words).encode()).hexdigest()[:16]}"
 
 

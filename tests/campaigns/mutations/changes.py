@@ -37,6 +37,7 @@ def changes() -> Iterator[Change]:
 
 
 _CORE = "jetrl_patch"
+_LATENT = ("tests/verl/test_megatron_engine.py::test_log_probs_gradients_and_what_is_sent[latent attention, resumed]",)
 GROUPS = (
     Group(
         f"{_CORE}/sync/digest.py", ("tests/sync/test_digest.py", "tests/sync/test_digest_kernels.py"),
@@ -241,6 +242,21 @@ GROUPS = (
             ("torch.where(second, 2 * ranks - 1 - number, number)", "torch.where(second, number - ranks, number)"),
             ("+ second * chunk", ""),
             ("return received.flatten(0, 1)[self._place]", "return received.flatten(0, 1)"),
+        ),
+    ),
+    Group(
+        "adapters/megatron/latent.py", _LATENT,
+        (
+            ("rotated_pairs(keys[..., L:], cos, sin)", "keys[..., L:]"),
+            ("self.run.latent_scale, False", "self.key**-0.5, False"),
+            ("torch.cat((up.norm(latent), rotary), -1)", "torch.cat((latent, rotary), -1)"),
+        ),
+    ),
+    Group(
+        "adapters/megatron/mixture.py", _LATENT,
+        (
+            ("self.expert_bias = self.expert_bias.float()", "self.expert_bias = self.expert_bias"),
+            ("found + self.shared_experts(hidden_states)[0]", "found"),
         ),
     ),
     Group(
