@@ -8,15 +8,14 @@ sync as with FSDP.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.adapters.verl import megatron
+from jetrl_patch.adapters.verl import megatron, support
 from jetrl_patch.adapters.verl.logprob import ban, banned_columns
 from jetrl_patch.adapters.verl.state import RECORD, WORKER, Prepared
 from jetrl_patch.config import Config
@@ -216,14 +215,13 @@ def logits_processor(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Wrap ``MegatronEngineWithLMHead._lm_head_logits_processor``: logits [1, T, V / ranks], labels and temperatures [1, T].
 
-    Log-probs come from blocks of rows with the whole vocabulary. The other sums over the vocabulary are verl's own, of logits
-    that are divided in FP32 and have the rollout's banned tokens. Distillation is refused in the driver.
+    Log-probs, entropies and sums of squares are those of the distributions that were sampled from, from blocks of rows with the
+    whole vocabulary. Distillation is refused in the driver.
     """
     from megatron.core import parallel_state
-    from verl.utils.megatron import tensor_parallel
 
     from jetrl_patch.exact.logprob import chained, token_log_probs
-    from jetrl_patch.exact.vocabulary import whole_vocabulary
+    from jetrl_patch.exact.vocabulary import collision, entropy, summed, whole_vocabulary
 
     prepared = RECORD.get(self)
     if prepared is None:
@@ -236,40 +234,25 @@ def logits_processor(
     group, width = parallel_state.get_tensor_model_parallel_group(), int(self.model_config.hf_config.vocab_size)
     outside = banned_columns(label.new_empty(width), prepared.vocabulary, prepared.banned)
     edit = chained(whole_vocabulary(group, width, logits.dtype), lambda block, rows: ban(block, outside))
+    drawn = support.of_rows(kwargs["batch"], (*logits.shape[:-1], width), multiple=group.size())
+    edit = edit if drawn is None else chained(edit, drawn.edit)
     found = {"log_probs": token_log_probs(logits, label, temperature, edit=edit)}
-    sums: dict[str, Callable[[Tensor], Tensor]] = {}
     if calculate_sum_pi_squared:
-        sums["sum_pi_squared"] = tensor_parallel.vocab_parallel_sum_pi_squared
-    if calculate_entropy and self.engine_config.entropy_from_logits_with_chunking:
-        size = self.engine_config.entropy_from_logits_chunk_size
-        sums["entropy"] = functools.partial(tensor_parallel.vocab_parallel_entropy_with_chunking, chunk_size=size)
-    elif calculate_entropy:
-        sums["entropy"] = tensor_parallel.vocab_parallel_entropy
-    here = _own_columns(outside, logits.shape[-1], width, label.device) if sums else None
-    return found | {name: total(ban(logits, here).float() / temperature) for name, total in sums.items()}
-
-
-def _own_columns(outside: Tensor | None, columns: int, width: int, device: Any) -> Tensor:
-    """The banned ones of this rank's columns, bool [columns]: those of ``outside`` [V], and what pads the vocabulary."""
-    import torch
-    from megatron.core import parallel_state
-
-    first = parallel_state.get_tensor_model_parallel_rank() * columns
-    padding = torch.arange(first, first + columns, device=device) >= width
-    if outside is not None:
-        own = outside[first : first + columns]
-        padding[: len(own)] |= own
-    return padding
+        found["sum_pi_squared"] = summed(logits, temperature, edit, collision)
+    if calculate_entropy:
+        found["entropy"] = summed(logits, temperature, edit, entropy)
+    return found
 
 
 @replacement
 def forward_backward_batch(original: Any, self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-    """Wrap ``MegatronEngine.forward_backward_batch``: the plugin's layers quantize a weight once for all micro-batches."""
+    """Wrap ``MegatronEngine.forward_backward_batch``: use each sample's temperature, and quantize a weight once for the batch."""
     from torch import nn
 
     from jetrl_patch.fp8.unchanged import unchanged_weights
 
     if RECORD.get(self) is None or not session.active_config().exact:
         return original(self, data, loss_function, forward_only)
+    data = support.with_temperatures(data)
     with unchanged_weights(nn.ModuleList(self.module), gradients=not forward_only):
         return original(self, data, loss_function, forward_only)

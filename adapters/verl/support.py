@@ -6,7 +6,7 @@ The server puts it into a sample's ``extra_fields``. verl's V0 trainer makes col
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl.correction import CORRECTION
@@ -32,8 +32,10 @@ def select_of(select: Select) -> support.Select:
 
 def unfollowed(select: Select) -> dict[str, bool]:
     """What the trainer needs to follow how each sample was drawn -> whether it is missing."""
+    context = f"{ACTOR}.megatron.context_parallel_size"
     return {
-        f"{ACTOR}.strategy=fsdp or fsdp2": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"),
+        f"{ACTOR}.strategy=fsdp, fsdp2 or megatron": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2", "megatron"),
+        f"{context}=1": select(f"{ACTOR}.strategy") == "megatron" and int(select(context) or 1) > 1,
         f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
     }
 
@@ -65,12 +67,13 @@ def extract_prompt_logprobs(original: Any, output: Any, num_prompt_logprobs: Any
         result_dict[support.KEY] = found.pack()
 
 
-def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
+def of_rows(micro_batch: Any, shape: Sequence[int], multiple: int = 1) -> Support | None:
     """What the tokens that the rows of logits predict were drawn from; None if every one was drawn from all tokens.
 
     Args:
         shape: of the logits: [B, T, V] if samples are padded, else [1, T, V] or [T, V] with padding behind the last sample. Of
             ranks that share sequences each has T of all rows.
+        multiple: to which each sample of a packed row is padded.
 
     Raises AuditError if a sample has fewer supports than tokens of its response, or brings an error of its agent loop.
     """
@@ -83,7 +86,7 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
         return None
     *batch, width, _ = shape
     padded = batch and batch[0] > 1
-    pieces = _pieces(given, _lengths(micro_batch), width if padded else None)
+    pieces = _pieces(given, _lengths(micro_batch), lambda tokens: width if padded else -(-tokens // multiple) * multiple)
     rows, ranks = math.prod(shape[:-1]), get_ulysses_sequence_parallel_world_size()
     found = placed(pieces, rows * ranks)
     if ranks > 1:
@@ -92,8 +95,10 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
     return found.to(micro_batch["input_ids"].device)
 
 
-def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int | None) -> Iterator[tuple[int, Support]]:
-    """The supports of each response, and the row of logits that predicts its first token. ``width``: of a padded sample."""
+def _pieces(
+    given: Sequence[Any], lengths: Iterable[tuple[int, int]], rows_of: Callable[[int], int]
+) -> Iterator[tuple[int, Support]]:
+    """The supports of each response, and the row of logits that predicts its first token. ``rows_of``: a sample's tokens."""
     from jetrl_patch.exact.support import Support
 
     start = 0
@@ -107,7 +112,7 @@ def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], width: int
                 required = f"one for each of {response} tokens"
                 raise AuditError(explain(what, required=required, found=str(len(found.counts)), fix=fix))
             yield start + tokens - response - 1, found.part(0, response)
-        start += tokens if width is None else width
+        start += rows_of(tokens)
 
 
 def with_temperatures(micro_batch: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from jetrl_patch.exact.logprob import Edit
+from jetrl_patch.exact.logprob import Edit, blocks, log_softmax
 
 
 class _Gathered(torch.autograd.Function):
@@ -42,3 +44,31 @@ def whole_vocabulary(group: Any, vocabulary: int, dtype: torch.dtype) -> Edit:
         return every[:, :vocabulary]
 
     return gather
+
+
+def summed(logits: Tensor, temperature: Tensor, edit: Edit, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """FP32 [...]: a sum over the whole vocabulary, for logits [..., V / ranks], a block of rows at a time. Collective.
+
+    Args:
+        temperature: broadcasts against [..., 1].
+        edit: gathers the vocabulary and leaves tokens out of it.
+        total: FP32 log-probs [rows, V] -> [rows]. The backward pass computes a block's log-probs again.
+    """
+    flat = logits.flatten(0, -2)
+    temperatures = temperature.expand(*logits.shape[:-1], 1).reshape(-1, 1)
+
+    def of_block(block: Tensor, part: slice) -> Tensor:
+        return total(log_softmax(edit(block.float(), part), temperatures[part]))
+
+    found = [checkpoint(of_block, flat[part], part, use_reentrant=False) for part in blocks(flat)]
+    return torch.cat(found).view(logits.shape[:-1])
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """Entropies [rows] of distributions [rows, V], in nats."""
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def collision(log_probs: Tensor) -> Tensor:
+    """Sums of squared probabilities [rows] of distributions [rows, V]."""
+    return (2 * log_probs).exp().sum(-1)

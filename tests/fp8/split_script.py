@@ -49,15 +49,20 @@ def rows(rank: int, ranks: int) -> dict[str, bool]:
 
 
 def vocabulary(rank: int, ranks: int) -> dict[str, bool]:
-    """Log-probs of logits whose columns are split, with padding columns and banned tokens, in several blocks of rows."""
+    """Log-probs of split logits, and sums over them, with padding columns and banned tokens, in several blocks of rows."""
     from jetrl_patch.exact import logprob
     from jetrl_patch.exact.support import BANNED
-    from jetrl_patch.exact.vocabulary import whole_vocabulary
+    from jetrl_patch.exact.vocabulary import collision, entropy, summed, whole_vocabulary
 
     logprob.BLOCK_BYTES = 4 * 40 * 32  # 32 of 75 rows at a time
     found = {}
     generator = torch.Generator().manual_seed(0)
     T, width, V = 75, 40, 40 * ranks - 3
+
+    def columns(of_all: Any) -> Any:
+        """This rank's, with those that pad the vocabulary."""
+        return torch.nn.functional.pad(of_all, (0, width * ranks - V))[:, rank * width : (rank + 1) * width]
+
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.randn(T, width * ranks, generator=generator).to(dtype)
         labels, dy = torch.randint(0, V - 5, (T,), generator=generator), torch.randn(T, generator=generator)
@@ -74,8 +79,17 @@ def vocabulary(rank: int, ranks: int) -> dict[str, bool]:
         edit = logprob.chained(whole_vocabulary(dist.group.WORLD, V, dtype), ban)
         mine = logprob.token_log_probs(own, labels, temperature, edit=edit)
         mine.backward(dy)
-        gradient = torch.nn.functional.pad(alone.grad, (0, width * ranks - V))[:, rank * width : (rank + 1) * width]
-        found[f"{dtype}: log-probs"], found[f"{dtype}: gradient"] = torch.equal(mine, wanted), torch.equal(own.grad, gradient)
+        found[f"{dtype}: log-probs"] = torch.equal(mine, wanted)
+        found[f"{dtype}: gradient"] = torch.equal(own.grad, columns(alone.grad))
+        for name, total in {"entropy": entropy, "collision": collision}.items():
+            in_fp64, own = logits[:, :V].double().requires_grad_(), own.detach().requires_grad_()
+            expected = total(torch.log_softmax(ban(in_fp64, slice(None)) / temperature, -1))
+            expected.backward(dy.double())
+            value = summed(own, temperature, edit, total)
+            value.backward(dy)
+            error = 1e-5 if dtype == torch.float32 else 1e-2  # gradients are BF16 too
+            found[f"{dtype}: {name}"] = torch.allclose(value.double(), expected, atol=1e-5)
+            found[f"{dtype}: gradient of {name}"] = torch.allclose(own.grad.double(), columns(in_fp64.grad), atol=error)
     return found
 
 

@@ -42,16 +42,34 @@ def engine_of(folder: str, given: dict[str, Any]) -> Any:
     )
 
 
-def batch_of(rows: list[Any], temperature: list[float], micro: int) -> Any:
-    """verl's batch of token ids [T] each, with a temperature each."""
+def supports_of(rows: list[Any]) -> list[Any]:
+    """What the tokens [T] of each row after the first were drawn from; every third one from all tokens."""
+    import torch
+
+    from jetrl_patch.exact.support import Support
+
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(place: int, token: int) -> list[int]:
+        others = torch.randint(0, 259, (place % 9 * 3,), generator=generator).tolist()
+        return sorted({token, *others}) if place % 3 else []
+
+    return [Support.of([drawn(place, int(token)) for place, token in enumerate(row[1:])]) for row in rows]
+
+
+def batch_of(rows: list[Any], temperature: list[float], micro: int, supports: list[Any]) -> Any:
+    """verl's batch of token ids [T] each, with a temperature each, and what they were drawn from, as V1 has it."""
     import torch
     from verl.utils import tensordict_utils as tu
+
+    from jetrl_patch.trainer.support import KEY
 
     def nested(parts: list[Any]) -> Any:
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
+    drawn = {"responses": nested([row[1:] for row in rows]), "extra_fields": [{KEY: one.pack()} for one in supports]}
     return tu.get_tensordict(
-        {
+        (drawn if supports else {}) | {
             "input_ids": nested(rows), "position_ids": nested([torch.arange(len(row)) for row in rows]),
             "loss_mask": nested([torch.ones(len(row)) for row in rows]), "temperature": torch.tensor(temperature),
         },
@@ -107,23 +125,26 @@ class Reference:
         ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
         registry.models().prepare_model(self.model, session.active_config(), device_type="cpu", **ranks)
 
-    def log_probs(self, rows: list[Any], temperature: list[float], vocabulary: int) -> list[Any]:
+    def log_probs(self, rows: list[Any], temperature: list[float], vocabulary: int, supports: list[Any]) -> list[Any]:
         """FP32 [T - 1] of each row."""
         import torch
 
         from jetrl_patch.adapters.verl.logprob import ban, banned_columns
         from jetrl_patch.exact import ops
+        from jetrl_patch.exact.logprob import chained
 
         found = []
-        for row, t in zip(rows, temperature, strict=True):
+        for row, t, support in zip(rows, temperature, supports or [None] * len(rows), strict=True):
             logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1]
             outside = banned_columns(logits, vocabulary, [])
-            found.append(ops.token_log_probs(logits, row[1:], torch.tensor([[t]]), edit=lambda x, _, o=outside: ban(x, o)))
+            edit = lambda x, _, o=outside: ban(x, o)  # noqa: E731
+            edit = edit if support is None else chained(edit, support.edit)
+            found.append(ops.token_log_probs(logits, row[1:], torch.tensor([[t]]), edit=edit))
         return found
 
-    def gradients(self, rows: list[Any], temperature: list[float], vocabulary: int) -> dict[str, Any]:
+    def gradients(self, rows: list[Any], temperature: list[float], vocabulary: int, supports: list[Any]) -> dict[str, Any]:
         """FP32 gradients of the batch's loss."""
-        for found in self.log_probs(rows, temperature, vocabulary):
+        for found in self.log_probs(rows, temperature, vocabulary, supports):
             (-(found * signs(len(found))).sum() / loss_of(rows)).backward()
         return {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
 
@@ -241,18 +262,19 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     share = len(rows) // ranks
     mine = slice(engine.get_data_parallel_rank() * share, (engine.get_data_parallel_rank() + 1) * share)
     vocabulary = len(engine.model_config.tokenizer)
-    micro = given.get("micro", 2)
+    supports = supports_of(rows) if given.get("limits") else []
+    own_batch = batch_of(rows[mine], temperature[mine], given.get("micro", 2), supports[mine])
     facts: dict[str, Any] = {"equal": [], "tokens": [], "norms": []}
     state, stored = weights_of(engine), load_file(f"{folder}/model.safetensors")
     facts["loaded"] = all(torch.equal(state[name], tensor) for name, tensor in stored.items())
     for _step in range(given.get("steps", 2)):
         with engine.eval_mode():
-            output = engine.forward_backward_batch(batch_of(rows[mine], temperature[mine], micro), None, forward_only=True)
+            output = engine.forward_backward_batch(own_batch, None, forward_only=True)
         reference = Reference(folder, state)
         own = (torch.zeros(2), torch.zeros(1))
         if engine.is_mp_src_rank_with_outputs():
             with torch.no_grad():
-                wanted = reference.log_probs(rows[mine], temperature[mine], vocabulary)
+                wanted = reference.log_probs(rows[mine], temperature[mine], vocabulary, supports[mine])
             found = [row[:-1].float() for row in output["model_output"]["log_probs"].unbind()]
             pairs = list(zip(found, wanted, strict=True))
             own = (torch.tensor([float(sum((a == b).sum() for a, b in pairs)), float(sum(map(len, wanted)))]), own[1])
@@ -261,11 +283,11 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         facts["equal"].append(int(own[0][0]))
         facts["tokens"].append(int(own[0][1]))
         # verl averages over data-parallel ranks
-        norm = update(engine, batch_of(rows[mine], temperature[mine], micro), loss_function(loss_of(rows) / ranks))
-        theirs = reference.gradients(rows, temperature, vocabulary)
+        norm = update(engine, own_batch, loss_function(loss_of(rows) / ranks))
+        theirs = reference.gradients(rows, temperature, vocabulary, supports)
         facts["norms"].append([norm, norm_of(theirs)])
         if given.get("pad"):
-            theirs = Reference(folder, state, pad_row=False).gradients(rows, temperature, vocabulary)
+            theirs = Reference(folder, state, pad_row=False).gradients(rows, temperature, vocabulary, supports)
             facts.setdefault("without pad row", []).append(norm_of(theirs))
         state = weights_of(engine)
         sent = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
@@ -288,7 +310,7 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         again.load_checkpoint(given["save"])
         facts["resumed"] = _equal(weights_of(again), state)
         for each in (engine, again):
-            update(each, batch_of(rows[mine], temperature[mine], micro), loss_function(loss_of(rows) / ranks))
+            update(each, own_batch, loss_function(loss_of(rows) / ranks))
         facts["continued"] = _equal(weights_of(again), weights_of(engine))
     return facts
 

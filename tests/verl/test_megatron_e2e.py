@@ -26,11 +26,13 @@ EXPERTS = [f"{A}.megatron.{kind}={size}" for kind, size in (
 BATCH = ("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=8")
 
 
-def steps_of(task, *extra: str, processes: int = 1, steps: int = 3, layers: int = 21) -> list[dict[str, float]]:
+def steps_of(
+    task, *extra: str, processes: int = 1, steps: int = 3, layers: int = 21, audit_fraction: str = "0.0625"
+) -> list[dict[str, float]]:
     """The metrics of a run's steps, each of which must be exact."""
     run = Run(
         task, *BATCH, *extra, strategy="megatron", processes=processes, steps=steps,
-        environ={"JETRL_PRECISION": "fp8-unified", **environ()},
+        environ={"JETRL_PRECISION": "fp8-unified", "JETRL_AUDIT_FRACTION": audit_fraction, **environ()},
     )  # fmt: skip
     assert run.wait(900) == 0, run.failure
     found = run.metrics()
@@ -53,6 +55,14 @@ def test_tensor_parallelism_and_a_reference_model(task):
 def test_v1_entropy_and_a_wider_rollout(task):
     extra = [f"{A}.entropy_coeff=0.01", f"{R}.tensor_model_parallel_size=2", "trainer.use_v1=True"]
     steps_of(task, *extra, f"{M}.use_remove_padding=False", processes=2)
+
+
+@pytest.mark.slow
+def test_samples_that_leave_out_tokens(task):
+    """Two updates in each step, and a pass for old log-probs over all samples."""
+    extra = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.ppo_mini_batch_size=4", f"{A}.entropy_coeff=0.01"]
+    limits = [f"{R}.top_p=0.95", f"{R}.top_k=50", f"{R}.temperature=0.8"]
+    steps_of(task, *extra, *limits, processes=2, audit_fraction="1.0")
 
 
 @pytest.mark.slow

@@ -46,7 +46,9 @@ MBRIDGE = {"vanilla_mbridge": True}
 #: name -> model, ranks, what the script is asked
 RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("qwen3", 1, {"pad": True, "plugin": {"scale_format": "fp32", "head_dtype": "float32", "kv_cache": "fp8"}}),
-    "sequence parallelism, resumed": ("llama", 2, {"tp": 2, "optimizer": {"use_checkpoint_opt_param_scheduler": True}}),
+    "sequence parallelism, limited samples, resumed": (
+        "llama", 2, {"tp": 2, "limits": True, "optimizer": {"use_checkpoint_opt_param_scheduler": True}},
+    ),
     "tensor parallelism": ("qwen2", 2, {"tp": 2, "engine": {"sequence_parallel": False, "param_offload": True, **MBRIDGE}}),
     "a rollout of four ranks": (
         "qwen3", 2,
