@@ -12,6 +12,7 @@ from jetrl_patch.errors import AuditError
 from jetrl_patch.exact.logprob import chained
 from jetrl_patch.exact.support import Support
 from jetrl_patch.trainer.support import KEY
+from tests import fp64
 from tests.openrlhf.run_openrlhf import Run, make_task
 from tests.openrlhf.test_e2e import DYNAMIC, TIMEOUT, UNIFIED, assert_exact, finish
 
@@ -90,5 +91,7 @@ def test_nothing_to_leave_out() -> None:
 @pytest.mark.parametrize("extra", [["--train.batch_size", "4"], [*DYNAMIC, "--rollout.temperature", "0.8"]])
 def test_runs_that_leave_out_tokens_are_exact(tmp_path: Any, extra: list[str]) -> None:
     """A reference model; two updates in each step, and packed rows in dynamic batches."""
-    environ = {**UNIFIED, "JETRL_AUDIT_FRACTION": "1.0"}
-    assert_exact(finish(Run(make_task(tmp_path), "--rollout.top_p", "0.9", *extra, environ=environ, steps=3), 3))
+    environ = {**UNIFIED, "JETRL_AUDIT_FRACTION": "1.0", **fp64.environ(tmp_path)}
+    assert_exact(finish(Run(make_task(tmp_path), "--rollout.top_p", "0.95", *extra, environ=environ, steps=3), 3))
+    of_updates = fp64.seen(tmp_path)
+    assert of_updates.rows > 500 and of_updates.kept < 200 and of_updates.apart < 1e-5, of_updates

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from tests import fp64
 from tests.models import VARIANTS
 from tests.trl import LIMIT, LORA, VERSION, ZERO3, needs_trl, run_python, train
 
@@ -77,7 +78,9 @@ def test_banned_tokens(tmp_path: Path, given: dict[str, Any]) -> None:
         assert_exact(line)
 
 
-def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path) -> None:
+def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fp64.environ(tmp_path).items():
+        monkeypatch.setenv(name, value)
     settings: dict[str, Any] = {
         **LIMITS,
         "per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2,
@@ -92,6 +95,8 @@ def test_several_updates_a_reference_model_and_an_evaluation(tmp_path: Path) -> 
         everything = 16 * line["completions/mean_length"]
         assert line["jetrl/bit_equal_fraction"] == 1.0 and everything < line["jetrl/tokens"] < 2 * everything
     assert not any("jetrl/tokens" in line for line in (found[1], found[2], found[3], found[5]))
+    of_updates = fp64.seen(tmp_path)
+    assert of_updates.rows > 500 and of_updates.apart < 1e-5 and (of_updates.kept < 100 or not LIMITS), of_updates
     evaluations = [line for line in log if "eval_loss" in line]
     assert len(evaluations) == 2
     for line in evaluations:

@@ -19,6 +19,7 @@ from jetrl_patch.errors import AuditError
 from jetrl_patch.exact.logprob import chained, edited
 from jetrl_patch.exact.support import Support
 from jetrl_patch.trainer.support import KEY
+from tests import fp64
 from tests.verl.composed import composer
 from tests.verl.run_verl import A, M, R, Run, make_task
 from tests.verl.test_e2e import TIMEOUT, assert_exact, finish
@@ -226,13 +227,16 @@ def test_fewer_tokens_than_supports_are_a_truncated_response() -> None:
 @pytest.mark.timeout(TIMEOUT + 100)
 @pytest.mark.parametrize("v1", [False, True])
 def test_runs_that_leave_out_tokens_are_exact(tmp_path: Any, v1: bool) -> None:
-    """Two updates in each step, a reference model, and a pass over all samples."""
+    """Two updates in each step, a reference model, and a pass over all samples. ReMax (V0) draws greedy samples beside them."""
     task = make_task(tmp_path)
-    extra = [f"trainer.use_v1={v1}", f"{R}.top_p=0.9", f"{R}.top_k=50", f"{R}.temperature=0.8", f"{A}.use_kl_loss=True"]
-    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_AUDIT_FRACTION": "1.0"}
+    extra = [f"trainer.use_v1={v1}", f"{R}.top_p=0.95", f"{R}.top_k=50", f"{R}.temperature=0.7", f"{A}.use_kl_loss=True"]
+    extra += [] if v1 else ["algorithm.adv_estimator=remax"]
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_AUDIT_FRACTION": "1.0", **fp64.environ(tmp_path)}
     found = finish(Run(task, *extra, f"{A}.ppo_mini_batch_size=2", steps=3, environ=environ), 3)
     assert_exact(found)
     assert sum(step["jetrl/tokens"] for step in found) > 500
+    of_updates = fp64.seen(tmp_path)
+    assert of_updates.rows > 1500 and of_updates.kept < 200 and of_updates.apart < 1e-5, of_updates
 
 
 @pytest.mark.e2e
