@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 #: attributes of Megatron's TransformerConfig -> their required values after the model is built
 BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_last_layers_bf16": False}
@@ -98,6 +101,8 @@ def build_tf_config(original: Any, self: Any) -> None:
     hf_config = self.model_config.hf_config
     _check_model(self, hf_config, config)
     service, own = registry.parallel(), self.tf_config if self.provider is None else self.provider
+    if found := balancing(own):
+        logger.warning("jetrl_patch: exact mode does not balance the load of experts, so %s of the bridge has no effect", found)
     for name, value in service.settings(hf_config).items():
         setattr(own, name, value)
     ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
@@ -107,6 +112,19 @@ def build_tf_config(original: Any, self: Any) -> None:
         return
     self.bridge._get_transformer_layer_spec = lambda vp_stage=None: spec(own, vp_stage)
     self.bridge.has_vp_stage = True  # mbridge sets it in the method that this replaces
+
+
+def balancing(tf_config: Any) -> str:
+    """What of a bridge's configuration would balance the load of experts, in words. The driver refuses a user's settings."""
+    if not tf_config.num_moe_experts:
+        return ""
+    by_loss = tf_config.moe_router_load_balancing_type != "none" and tf_config.moe_aux_loss_coeff
+    on = {
+        "moe_aux_loss_coeff": by_loss,
+        "moe_z_loss_coeff": tf_config.moe_z_loss_coeff,
+        "moe_router_bias_update_rate": tf_config.moe_router_enable_expert_bias and tf_config.moe_router_bias_update_rate,
+    }
+    return " and ".join(f"{name}={value}" for name, value in on.items() if value)
 
 
 @replacement
@@ -210,8 +228,8 @@ def _check_built(tf_config: Any) -> None:
 
 @replacement
 def logits_processor(
-    original: Any, self: Any, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_sum_pi_squared: bool,
-    calculate_entropy: bool, distillation_use_topk: bool, distillation_only: bool, **kwargs: Any,
+    original: Any, self: Any, logits: Tensor, label: Tensor, temperature: Tensor, *, batch: Any, calculate_sum_pi_squared: bool,
+    calculate_entropy: bool, **kwargs: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Wrap ``MegatronEngineWithLMHead._lm_head_logits_processor``: logits [1, T, V / ranks], labels and temperatures [1, T].
 
@@ -225,16 +243,13 @@ def logits_processor(
 
     prepared = RECORD.get(self)
     if prepared is None:
-        return original(
-            self, logits, label, temperature, calculate_sum_pi_squared=calculate_sum_pi_squared,
-            calculate_entropy=calculate_entropy, distillation_use_topk=distillation_use_topk,
-            distillation_only=distillation_only, **kwargs,
-        )  # fmt: skip
+        sums = {"calculate_sum_pi_squared": calculate_sum_pi_squared, "calculate_entropy": calculate_entropy}
+        return original(self, logits, label, temperature, batch=batch, **sums, **kwargs)
     temperature = temperature.float().clamp(min=1e-8).unsqueeze(-1)
     group, width = parallel_state.get_tensor_model_parallel_group(), int(self.model_config.hf_config.vocab_size)
     outside = banned_columns(label.new_empty(width), prepared.vocabulary, prepared.banned)
     edit = chained(whole_vocabulary(group, width, logits.dtype), lambda block, rows: ban(block, outside))
-    drawn = support.of_rows(kwargs["batch"], (*logits.shape[:-1], width), multiple=group.size())
+    drawn = support.of_rows(batch, (*logits.shape[:-1], width), multiple=group.size())
     edit = edit if drawn is None else chained(edit, drawn.edit)
     found = {"log_probs": token_log_probs(logits, label, temperature, edit=edit)}
     if calculate_sum_pi_squared:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 import jetrl_patch
-from jetrl_patch.adapters.verl import megatron, patches, settings
+from jetrl_patch.adapters.verl import megatron, megatron_model, patches, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
@@ -227,6 +228,27 @@ def test_blocks_of_shared_experts_and_dense_blocks_belong_to_one_rank():
                 megatron.check_model(odd, sizes(2), EXACT)
         else:
             megatron.check_model(odd, sizes(2), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_moe_experts": None, "moe_aux_loss_coeff": 0.1}, ""),
+        ({"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"}, ""),
+        ({"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0}, ""),
+        ({"moe_aux_loss_coeff": 1e-4}, "moe_aux_loss_coeff=0.0001"),
+        (
+            {"moe_z_loss_coeff": 1e-3, "moe_router_enable_expert_bias": True},
+            "moe_z_loss_coeff=0.001 and moe_router_bias_update_rate=0.001",
+        ),
+    ],
+)
+def test_what_a_bridge_does_to_balance_experts_is_said(given, said):
+    usual = {
+        "num_moe_experts": 8, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": 1e-3,
+    }  # fmt: skip
+    assert megatron_model.balancing(SimpleNamespace(**usual | given)) == said
 
 
 def test_latent_attention():
