@@ -29,7 +29,7 @@ from jetrl_patch.exact.latent import into_latent, out_of_latent, rotated_pairs
 from jetrl_patch.fp8.linear import Fp8State, fp8_linear
 
 
-class Down(nn.Module):
+class Compression(nn.Module):
     """An FP8 layer that each tensor-parallel rank holds whole: its tokens [T, B, K] -> BF16 [T, B, N]."""
 
     counterpart: ClassVar[str] = "TELinear"
@@ -67,7 +67,7 @@ class LatentAttention(MegatronModule):
         super().__init__(config)
         self.latent, self.rotary, self.value = config.kv_lora_rank, config.qk_pos_emb_head_dim, config.v_head_dim
         self.key = config.qk_head_dim + self.rotary
-        heads, down, row = config.num_attention_heads, bound(Down, self.run), bound(Row, self.run)
+        heads, down, row = config.num_attention_heads, bound(Compression, self.run), bound(Row, self.run)
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
 
         def column(kind: type, inputs: int, outputs: int) -> Any:
