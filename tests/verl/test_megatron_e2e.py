@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+
 import pytest
 
 from tests.megatron import environ, needs_megatron
@@ -108,3 +112,39 @@ def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode
     assert equal == tokens >= 500 and versions >= 3 and late > 0
     for step in run.metrics():
         assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0 and step["jetrl/sync_bytes"] > 0
+
+
+#: stops the process that first sends a part of its second sync
+_STOPPER = """
+import os, signal, wrapt
+
+@wrapt.when_imported("jetrl_patch.adapters.verl.transport")
+def _(module):
+    send, sent = module.WatchedSocket.send_pyobj, []
+    def send_pyobj(self, obj):
+        send(self, obj)
+        sent.append(id(self))
+        if len(set(sent)) == 2 and sent[-2] == sent[-1]:
+            try:
+                os.close(os.open(os.environ["STOPPED"], os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+            print("STOPPED IN SYNC", os.getpid(), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    module.WatchedSocket.send_pyobj = send_pyobj
+"""
+
+
+@pytest.mark.slow
+def test_a_training_rank_killed_during_a_sync_ends_the_run(task, tmp_path):
+    """One of two tensor-parallel ranks stops in the middle of a sync, and is then killed."""
+    (tmp_path / "sitecustomize.py").write_text(_STOPPER)
+    own = {"PYTHONPATH": f"{tmp_path}:{environ()['PYTHONPATH']}", "STOPPED": str(tmp_path / "stopped")}
+    run = Run(
+        task, f"{A}.megatron.tensor_model_parallel_size=2", strategy="megatron", processes=2, steps=50,
+        environ={"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC_TIMEOUT": "20", **own},
+    )  # fmt: skip
+    run.wait_for(lambda text: "STOPPED IN SYNC" in text, 600)
+    os.kill(int(re.findall(r"STOPPED IN SYNC (\d+)", run.text)[-1]), signal.SIGKILL)
+    assert run.wait(300) != 0
+    assert not any(step["training/global_step"] > 2 for step in run.metrics()), run.text[-3000:]
