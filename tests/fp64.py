@@ -21,7 +21,7 @@ def _(module):
         kept = x > -1e29
         reference = torch.log_softmax((x.double() / temperature).masked_fill(~kept, -float("inf")), -1)
         line = {"rows": len(x), "kept": int(kept.sum()), "apart": float((found.double() - reference)[kept].abs().max())}
-        with open(os.path.join(os.environ["IN_FP64"], f"{os.getpid()}.jsonl"), "a") as file:
+        with open(os.path.join(os.environ["IN_FP64"], f"fp64-{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(line) + chr(10))
         return found
 
@@ -49,6 +49,6 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def seen(folder: Path) -> InFp64:
-    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for file in folder.glob("fp64-*.jsonl") for line in file.read_text().splitlines()]
     rows = sum(line["rows"] for line in lines)
     return InFp64(rows, sum(line["kept"] for line in lines) / rows, max(line["apart"] for line in lines))
