@@ -297,7 +297,7 @@ def _cut_widths(hf_config: Any, tp: int) -> Iterator[str]:
         yield f"intermediate_size={dense} over {tp} ranks"
     experts = mixture[1] if mixture else 0
     if experts % 128:
-        yield f"moe_intermediate_size={experts} over 1 ranks"
+        yield f"moe_intermediate_size={experts}"
     if experts * (number := int(getattr(hf_config, "n_shared_experts", None) or 0)) % (128 * tp):
         yield f"{number} shared experts of {experts} over {tp} ranks"
 

@@ -60,7 +60,7 @@ def summed(logits: Tensor, temperature: Tensor, edit: Edit, total: Callable[[Ten
     def of_block(block: Tensor, part: slice) -> Tensor:
         return total(log_softmax(edit(block.float(), part), temperatures[part]))
 
-    found = [checkpoint(of_block, flat[part], part, use_reentrant=False) for part in blocks(flat)]
+    found = [checkpoint(of_block, flat[part], part, use_reentrant=False, preserve_rng_state=False) for part in blocks(flat)]
     return torch.cat(found).view(logits.shape[:-1])
 
 
