@@ -242,9 +242,10 @@ def boundaries(packed_seq_params: Any) -> Tensor:
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [T, h, D], of which the first R numbers are rotated by cos and sin [T, 1, R]."""
-    rotated, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), -1)
-    low, high = rotated.chunk(2, -1)
-    return torch.cat((rotated * cos + torch.cat((-high, low), -1) * sin, rest), -1)
+    width = cos.shape[-1]
+    low, high = heads[..., :width].chunk(2, -1)
+    rotated = heads[..., :width] * cos + torch.cat((-high, low), -1) * sin
+    return rotated if width == heads.shape[-1] else torch.cat((rotated, heads[..., width:]), -1)
 
 
 class Head(ColumnParallelLinear):

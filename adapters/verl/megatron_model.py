@@ -238,8 +238,8 @@ def logits_processor(
     """
     from megatron.core import parallel_state
 
-    from jetrl_patch.exact.logprob import chained, token_log_probs
-    from jetrl_patch.exact.vocabulary import collision, entropy, summed, whole_vocabulary
+    from jetrl_patch.exact.logprob import chained, entropy, token_log_probs
+    from jetrl_patch.exact.vocabulary import collision, summed, whole_vocabulary
 
     prepared = RECORD.get(self)
     if prepared is None:

@@ -6,7 +6,7 @@ The server puts it into a sample's ``extra_fields``. verl's V0 trainer makes col
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl.correction import CORRECTION
@@ -86,7 +86,7 @@ def of_rows(micro_batch: Any, shape: Sequence[int], multiple: int = 1) -> Suppor
         return None
     *batch, width, _ = shape
     padded = batch and batch[0] > 1
-    pieces = _pieces(given, _lengths(micro_batch), lambda tokens: width if padded else -(-tokens // multiple) * multiple)
+    pieces = _pieces(given, _lengths(micro_batch), width if padded else multiple)
     rows, ranks = math.prod(shape[:-1]), get_ulysses_sequence_parallel_world_size()
     found = placed(pieces, rows * ranks)
     if ranks > 1:
@@ -95,10 +95,11 @@ def of_rows(micro_batch: Any, shape: Sequence[int], multiple: int = 1) -> Suppor
     return found.to(micro_batch["input_ids"].device)
 
 
-def _pieces(
-    given: Sequence[Any], lengths: Iterable[tuple[int, int]], rows_of: Callable[[int], int]
-) -> Iterator[tuple[int, Support]]:
-    """The supports of each response, and the row of logits that predicts its first token. ``rows_of``: a sample's tokens."""
+def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], multiple: int) -> Iterator[tuple[int, Support]]:
+    """The supports of each response, and the row of logits that predicts its first token.
+
+    ``multiple``: to which each sample's rows are padded.
+    """
     from jetrl_patch.exact.support import Support
 
     start = 0
@@ -112,7 +113,7 @@ def _pieces(
                 required = f"one for each of {response} tokens"
                 raise AuditError(explain(what, required=required, found=str(len(found.counts)), fix=fix))
             yield start + tokens - response - 1, found.part(0, response)
-        start += rows_of(tokens)
+        start += -(-tokens // multiple) * multiple
 
 
 def with_temperatures(micro_batch: Any) -> Any:

@@ -211,6 +211,11 @@ def pick(every: Tensor, labels: Tensor) -> Tensor:
     return every.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
 
 
+def entropy(log_probs: Tensor) -> Tensor:
+    """Entropies [...] of distributions [..., V], in nats."""
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
 def divisor(temperature: float | Tensor, like: Tensor) -> float | Tensor:
     """``temperature`` as vLLM divides by it: on CUDA a tensor, because CUDA would multiply by the reciprocal of a number."""
     if isinstance(temperature, Tensor) or not like.is_cuda:
@@ -307,7 +312,7 @@ def _scored(
     """Log-probs of labels, and entropies, FP32 [t], of the rows ``at``."""
     logits_tV = _edited(logits_tV, edit, at)
     every_tV = log_softmax(logits_tV, divisor(temperature, logits_tV))
-    return pick(every_tV, labels_t), -(every_tV.exp() * every_tV).sum(-1)
+    return pick(every_tV, labels_t), entropy(every_tV)
 
 
 def _differentiate(

@@ -64,11 +64,6 @@ def summed(logits: Tensor, temperature: Tensor, edit: Edit, total: Callable[[Ten
     return torch.cat(found).view(logits.shape[:-1])
 
 
-def entropy(log_probs: Tensor) -> Tensor:
-    """Entropies [rows] of distributions [rows, V], in nats."""
-    return -(log_probs.exp() * log_probs).sum(-1)
-
-
 def collision(log_probs: Tensor) -> Tensor:
     """Sums of squared probabilities [rows] of distributions [rows, V]."""
     return (2 * log_probs).exp().sum(-1)

@@ -52,7 +52,7 @@ def vocabulary(rank: int, ranks: int) -> dict[str, bool]:
     """Log-probs of split logits, and sums over them, with padding columns and banned tokens, in several blocks of rows."""
     from jetrl_patch.exact import logprob
     from jetrl_patch.exact.support import BANNED
-    from jetrl_patch.exact.vocabulary import collision, entropy, summed, whole_vocabulary
+    from jetrl_patch.exact.vocabulary import collision, summed, whole_vocabulary
 
     logprob.BLOCK_BYTES = 4 * 40 * 32  # 32 of 75 rows at a time
     found = {}
@@ -81,7 +81,7 @@ def vocabulary(rank: int, ranks: int) -> dict[str, bool]:
         mine.backward(dy)
         found[f"{dtype}: log-probs"] = torch.equal(mine, wanted)
         found[f"{dtype}: gradient"] = torch.equal(own.grad, columns(alone.grad))
-        for name, total in {"entropy": entropy, "collision": collision}.items():
+        for name, total in {"entropy": logprob.entropy, "collision": collision}.items():
             in_fp64, own = logits[:, :V].double().requires_grad_(), own.detach().requires_grad_()
             expected = total(torch.log_softmax(ban(in_fp64, slice(None)) / temperature, -1))
             expected.backward(dy.double())

@@ -137,8 +137,11 @@ class Reference:
         for row, t, support in zip(rows, temperature, supports or [None] * len(rows), strict=True):
             logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1]
             outside = banned_columns(logits, vocabulary, [])
-            edit = lambda x, _, o=outside: ban(x, o)  # noqa: E731
-            edit = edit if support is None else chained(edit, support.edit)
+
+            def banned(block: Any, _rows: slice, outside: Any = outside) -> Any:
+                return ban(block, outside)
+
+            edit = banned if support is None else chained(banned, support.edit)
             found.append(ops.token_log_probs(logits, row[1:], torch.tensor([[t]]), edit=edit))
         return found
 
