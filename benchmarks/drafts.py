@@ -40,8 +40,8 @@ def measured(job: Any) -> dict[str, float]:
     """Tokens per second, share of drafted tokens that were accepted, tokens, and share of equal log-probs."""
     import torch
 
-    from jetrl_patch.adapters.transformers.parity import score
     from jetrl_patch.adapters.vllm.sample import build_engine, generate
+    from jetrl_patch.cli.parity.score import score
 
     engine = build_engine(job, LENGTH + 16)
     prompts = [[8 * i + (i + j) % CIRCLE for j in range(10)] for i in range(BATCH)]

@@ -53,6 +53,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     '`align="linear"`': ({**EXACT, "align": "linear"}, {}, 1),
     '`precision="fp8-rollout"`': ({"precision": "fp8-rollout"}, {}, 1),
     '`precision="int8-rollout"`': ({"precision": "int8-rollout"}, {}, 1),
+    '`precision="fp16"`': ({"precision": "fp16"}, {"fp16": True}, 1),
+    '`precision="fp16"`, 2 ranks, FSDP2': ({"precision": "fp16"}, {"fp16": True, "fsdp2": {}}, 2),
     '`precision="bf16"`, which only measures': ({"precision": "bf16"}, {}, 1),
 }  # fmt: skip
 
@@ -73,7 +75,7 @@ def row(name: str) -> str:
     tokens = sum(line["jetrl/tokens"] for line in lines)
     equal = sum(line["jetrl/tokens"] * line["jetrl/bit_equal_fraction"] for line in lines)
     means = [line["jetrl/logp_abs_diff_mean"] for line in lines]
-    far = f"{min(means):.3f} to {max(means):.3f}" if max(means) else "0"
+    far = f"{min(means):.2g} to {max(means):.2g}" if max(means) else "0"
     most = max(line["jetrl/logp_abs_diff_max"] for line in lines)
     return f"| {name} | {tokens:,.0f} | {equal / tokens:.1%} | {far} | {most:.2f} |"
 

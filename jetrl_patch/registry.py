@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored, Step
+    from jetrl_patch.measure.parity import Job, Sampled
     from jetrl_patch.progress import Progress
     from jetrl_patch.sync.orders import Group
 
@@ -41,40 +41,6 @@ if TYPE_CHECKING:
 # ---- The services that adapters offer to each other and to the core, as types --------------------
 # Each service is a protocol. A module implements it with its functions: an adapter returns the module itself, and mypy checks the
 # signatures.
-
-class Exchange(Protocol):
-    """Exchanges tokens for heads among the ``size`` ranks that share sequences of T tokens. Differentiable, collective."""
-
-    size: int
-
-    def to_heads(self, x: Tensor, /) -> Tensor:
-        """All heads of a slice [B, H, T/size, D] -> some heads of all tokens [B, H/size, T, D]."""
-
-    def to_slices(self, x: Tensor, /) -> Tensor:
-        """Some heads of all tokens [B, T, H/size, D] -> all heads of a slice [B, T/size, H, D]."""
-
-    def gather(self, positions: Tensor, /) -> Tensor:
-        """The positions of a slice [B, T/size] -> those of all tokens [B, T]."""
-
-
-class Models(Protocol):
-    """Computes Hugging Face models as the trainer does."""
-
-    def prepare_model(self, model: Any, config: Config, /, rollout_tp: int, device_type: str, rollout_ep: int = 1) -> list[str]:
-        """Convert a loaded model in place and return the names of its quantized layers."""
-
-    def share_sequences(self, model: Any, exchange: Exchange, /) -> None:
-        """Let attention see whole sequences although each rank of ``exchange`` holds a slice. Raises ModelError."""
-
-    def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
-        """Take layers of a converted model out of FP8: all of them, or none with an error."""
-
-    def score(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> Scored:
-        """The trainer's log-probs of the sampled tokens."""
-
-    def explain(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> list[Step]:
-        """How much each op of the trainer adds to the mismatch with an exact rollout."""
-
 
 class Parallel(Protocol):
     """Builds Megatron-Core models that compute as the rollout does."""
@@ -174,10 +140,6 @@ class Adapter:
         """Changes to a module other than replaced attributes, such as a registry entry."""
         return ()
 
-    def models(self) -> Models | None:
-        """The service that computes Hugging Face models as the trainer does."""
-        return None
-
     def parallel(self) -> Parallel | None:
         """The service that builds Megatron-Core models."""
         return None
@@ -238,11 +200,6 @@ def resolve(name: str) -> Adapter:
             return adapter
     known, fix = ", ".join(adapter.name for adapter in adapters()), "install the package that offers it"
     raise PatchError(explain("adapter", required=f"one of {known}", found=name, fix=fix))
-
-
-def models() -> Models:
-    """The service that computes Hugging Face models as the trainer does."""
-    return _first(lambda adapter: adapter.models())
 
 
 def parallel() -> Parallel:

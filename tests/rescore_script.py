@@ -20,7 +20,7 @@ def load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     from jetrl_patch import session
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
+    from jetrl_patch.trainer.prepare import prepare_model
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     prepare_model(model, session.active_config())

@@ -9,7 +9,7 @@ from typing import Any
 
 from jetrl_patch import registry, session
 from jetrl_patch.patching.patch import needed, replacement
-from jetrl_patch.registry import Adapter, Config, Journal, Models, OnImport, Patch
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch
 
 # ---- Number the sequences of a packed row without waiting for the device -------------------------
 
@@ -22,9 +22,9 @@ def find_packed_sequence_indices(original: Any, position_ids: Any) -> Any:
     """
     import torch
 
-    from jetrl_patch.exact import attention
+    from jetrl_patch.exact.sequences import bound
 
-    if attention.bound(position_ids) is None:
+    if bound(position_ids) is None:
         return original(position_ids)
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)
@@ -61,16 +61,11 @@ TRAIN = Patch(
 
 
 class TransformersAdapter(Adapter):
-    """Registers the plugin's attentions and experts. ``prepare_model`` converts a model."""
+    """Registers the plugin's attentions and experts, which converted models call."""
 
     name = "transformers"
     order = 0
     requires = ("torch", "transformers")
-
-    def models(self) -> Models:
-        from jetrl_patch.adapters.transformers import parity
-
-        return parity
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Patch the search for packed rows in exact mode, and refuse unknown trainers."""
@@ -102,7 +97,8 @@ def _register(journal: Journal, registry: Any, name: str, function: Any, reason:
 
 
 def _register_attention(module: ModuleType, journal: Journal, config: Config) -> None:
-    from jetrl_patch.adapters.transformers.attention import NAME, PACKED, exact_attention, packed_sdpa, whole_sequences
+    from jetrl_patch.exact.hf_attention import NAME, exact_attention
+    from jetrl_patch.exact.sequence_parallel import PACKED, packed_sdpa, whole_sequences
 
     reason = "torch's attention for ranks that share sequences"
     _register(journal, module.AttentionInterface, PACKED, whole_sequences(packed_sdpa), reason)
@@ -113,13 +109,14 @@ def _register_attention(module: ModuleType, journal: Journal, config: Config) ->
 
 
 def _register_experts(module: ModuleType, journal: Journal) -> None:
-    from jetrl_patch.adapters.transformers.prepare import EXPERTS, fp8_experts
+    from jetrl_patch.trainer.prepare import EXPERTS, fp8_experts
 
     _register(journal, module.ExpertsInterface, EXPERTS, fp8_experts, "experts in FP8, with the bytes of the rollout")
 
 
 def _register_mask(module: ModuleType, journal: Journal, exact: bool) -> None:
-    from jetrl_patch.adapters.transformers.attention import NAME, PACKED, keep_padding_mask
+    from jetrl_patch.exact.hf_attention import NAME, keep_padding_mask
+    from jetrl_patch.exact.sequence_parallel import PACKED
 
     for name in (PACKED, NAME) if exact else (PACKED,):
         reason = "this attention reads the padding mask unchanged"

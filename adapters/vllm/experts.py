@@ -22,7 +22,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import swap
-from jetrl_patch.fp8.experts import PARTS, ExpertWeights, run_experts
+from jetrl_patch.fp8.experts import PROJECTIONS, ExpertWeights, run_experts
 from jetrl_patch.fp8.grouped import Stacks, require_expert_equality, run_grouped
 from jetrl_patch.fp8.mixture import ExpertSplit, PlainProducts, added
 from jetrl_patch.kernels.formats import BLOCK, FP8, groups
@@ -97,7 +97,7 @@ def set_runners(model: torch.nn.Module) -> None:
 # range of every expert's intermediate size: rows of gate and up, columns of down.
 
 #: vLLM's names of an expert's matrices; w1 and w3 are in ``w13``, w1 first
-_SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
+_SHARDS = dict(zip(("w1", "w3", "w2"), PROJECTIONS, strict=True))
 
 
 class Piece(NamedTuple):

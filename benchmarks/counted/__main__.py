@@ -78,8 +78,8 @@ def block(model: Model, mode: str) -> Iterator[Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from jetrl_patch.adapters.transformers.attention import NAME, exact_attention
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
+    from jetrl_patch.exact.hf_attention import NAME, exact_attention
+    from jetrl_patch.trainer.prepare import prepare_model
 
     config = AutoConfig.for_model(
         TYPES[model.name.split("-")[0]], hidden_size=model.hidden, intermediate_size=model.intermediate,
@@ -107,7 +107,7 @@ class Passes(NamedTuple):
 
 def count_block(model: Model, mode: str, tokens: int = TOKENS) -> Passes:
     """One micro-batch of a block. The additional launches of a step's first micro-batch quantize the weights."""
-    from jetrl_patch.exact import attention as packed
+    from jetrl_patch.exact import sequences
     from jetrl_patch.fp8.unchanged import unchanged_weights
 
     counted, amount = [], pairs(tokens, model.heads * model.head_dim)
@@ -115,7 +115,7 @@ def count_block(model: Model, mode: str, tokens: int = TOKENS) -> Passes:
     with block(model, mode) as layer, mock.patch("jetrl_patch.fp8.unchanged._audit"), unchanged_weights(layer):
         x = empty(1, tokens, model.hidden).requires_grad_()
         positions = empty(1, tokens, dtype=torch.int64)
-        packed.mark(positions, tokens // LENGTH)
+        sequences.mark(positions, tokens // LENGTH)
         tables = tuple(empty(1, tokens, model.head_dim) for _ in range(2))
         for _ in range(2):
             with Counter(amount) as forward:

@@ -10,7 +10,7 @@ from benchmarks.hopper.plan import Setup
 from examples.common.runner import run_arm
 from examples.verl.compare import MODES
 from examples.verl.recipe import Recipe
-from jetrl_patch.cli.report.runs import PARTS, summarize
+from jetrl_patch.cli.report.runs import STEP_PARTS, summarize
 from scripts.tables import Row
 
 STEPS, EXACT = 8, "fp8-unified/exact"
@@ -31,7 +31,8 @@ def measure(name: str, setup: Setup) -> list[Row]:
     if setup.dry:
         recipe = replace(recipe, steps=2, held_out=8, validate_every=2, prompts=4, samples=2, micro_batch=8)
     run = run_arm(recipe, MODES[name], folder, lambda *_: None, lambda: None)
-    times = {"step": run.seconds, "old log-probs": run.series("timing_s/old_log_prob")} | {part: run.part(part) for part in PARTS}
+    times = {"step": run.seconds, "old log-probs": run.series("timing_s/old_log_prob")}
+    times |= {part: run.part(part) for part in STEP_PARTS}
     later = {f"{what} s": [value for step, value in points if step > 1] for what, points in times.items()}
     row: Row = {"mode": name} | {what: statistics.median(values or [math.nan]) for what, values in later.items()}
     found = summarize(run)

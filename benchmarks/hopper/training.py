@@ -64,8 +64,8 @@ def measure(name: str, setup: Setup) -> list[Row]:
 def _measure(mode: str, variant: str, setup: Setup) -> Row:
     from verl.utils.torch_functional import logprobs_from_logits
 
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
     from jetrl_patch.exact.ops import token_log_probs
+    from jetrl_patch.trainer.prepare import prepare_model
 
     cuda, settings, formula, counted = not setup.dry, MODES[mode], logprobs_from_logits, PHASES
     model = build(LAYERS, setup, "flash_attention_2" if cuda and importlib.util.find_spec("flash_attn") else "sdpa")

@@ -54,7 +54,7 @@ class Needs:
     resumes: Place
 
 
-class Shard(NamedTuple):
+class Stored(NamedTuple):
     """How something is stored: bytes per parameter, and the number of ranks that share them."""
 
     bytes: float
@@ -62,7 +62,7 @@ class Shard(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Storage:
     """Where a launch stores the policy, for an estimate of its memory.
 
     Attributes:
@@ -76,9 +76,9 @@ class Layout:
     """
 
     trainer: str
-    weights: Shard | None = None
-    gradients: Shard | None = None
-    optimizer: Shard | None = None
+    weights: Stored | None = None
+    gradients: Stored | None = None
+    optimizer: Stored | None = None
     reshards: bool = True
     offloaded: tuple[str, ...] = ()
     tensor_parallel: int = 1
@@ -143,7 +143,7 @@ class Launch(Protocol):
     def needs(self, settings: Any, /) -> Needs:
         """What a launch with these settings needs on its machine."""
 
-    def layout(self, settings: Any, config: Config, /) -> Layout:
+    def storage(self, settings: Any, config: Config, /) -> Storage:
         """Where a launch with these settings stores the policy."""
 
     def saves(self, settings: Any, /) -> Saves:

@@ -1,9 +1,9 @@
-"""Causal attention with the rollout's forward pass, and the boundaries of the sequences in a packed batch."""
+"""Causal attention with the rollout's forward pass."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,40 +12,6 @@ from jetrl_patch.exact import flash3, kv_cache
 from jetrl_patch.exact.dispatch import attention as serving_attention
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
-from jetrl_patch.patching.attached import Attached
-
-# ---- A bound on the number of sequences in a packed batch, which the framework knows on the host
-# Attention needs the boundaries of the sequences, which follow from the positions on the device. With a bound on their number,
-# the boundaries fit in a tensor of fixed size, so the host need not wait for the device to count them.
-
-_SEQUENCES: Attached[int] = Attached("_jetrl_sequences", "of a batch, transformers passes attention functions only its tensors")
-
-
-def mark(positions: Tensor, at_most: int) -> None:
-    """Set the bound of the batch with these positions. A copy of the tensor has no bound, so its sequences are counted."""
-    _SEQUENCES.set(positions, at_most)
-
-
-def bound(positions: Tensor | None) -> int | None:
-    """The bound for a batch with these positions, or None."""
-    return _SEQUENCES.get(positions)
-
-
-class Boundaries(NamedTuple):
-    """cu_seqlens int32 [at_most + 1], whose last sequences may be empty, and whether the bound was too small (bool [])."""
-
-    cu_seqlens: Tensor
-    exceeded: Tensor
-
-
-def boundaries(begins: Tensor, at_most: int) -> Boundaries:
-    """The boundaries of the sequences that begin where ``begins`` [T] is true, without waiting for the device."""
-    T = begins.shape[0]
-    places = torch.where(begins, torch.arange(T, device=begins.device), T)
-    starts = places.sort().values[:at_most]
-    cu = torch.nn.functional.pad(starts, (0, 1), value=T).to(torch.int32)
-    return Boundaries(cu, begins.sum() > at_most)
-
 
 # ---- Causal attention with the rollout's forward and an ordinary backward ------------------------
 # Each query row is computed by itself: FP32 scores over ascending keys, one rounding to BF16. The C kernel makes two passes; the

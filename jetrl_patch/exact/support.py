@@ -55,6 +55,13 @@ class Support:
         first = int(self.counts[:start].sum())
         return Support(counts, self.ids[first : first + int(counts.sum())])
 
+    def take(self, rows: Tensor) -> Support:
+        """The supports of the tokens ``rows``, int64 [any], in that order; −1 stands for the whole vocabulary."""
+        counts = torch.where(rows < 0, 0, self.counts[rows.clamp(min=0)])
+        before = (self.counts.cumsum(0) - self.counts)[rows.clamp(min=0)] - (counts.cumsum(0) - counts)
+        place = before.repeat_interleave(counts)
+        return Support(counts, self.ids[place + torch.arange(len(place), device=place.device)])
+
     def to(self, device: torch.device | str) -> Support:
         """The same on another device."""
         return Support(self.counts.to(device), self.ids.to(device))

@@ -22,7 +22,7 @@ from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, PlainProducts
 from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.layers import check_splits, experts_quantized, is_cut, is_quantized, is_row_parallel
-from jetrl_patch.models.structure import PARTS, matrices_of, units
+from jetrl_patch.models.structure import PROJECTIONS, matrices_of, units
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
@@ -230,7 +230,7 @@ def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     if weight.dim() != 3 or not stem.endswith(".experts") or leaf not in ("gate_up_proj", "down_proj"):
         yield name, weight
         return
-    parts = PARTS[:2] if leaf == "gate_up_proj" else PARTS[2:]
+    parts = PROJECTIONS[:2] if leaf == "gate_up_proj" else PROJECTIONS[2:]
     for expert in range(weight.shape[0]):
         for part, matrix in zip(parts, weight[expert].chunk(len(parts), 0), strict=True):
             yield f"{stem}.{expert}.{part}.weight", matrix

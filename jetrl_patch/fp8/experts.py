@@ -44,9 +44,9 @@ from jetrl_patch.fp8.mixture import (
     weighted_sums,
 )
 from jetrl_patch.kernels.formats import FP8, groups
-from jetrl_patch.models.structure import PARTS, Part
+from jetrl_patch.models.structure import PROJECTIONS, Projection
 
-__all__ = ["PARTS", "ExpertWeights", "Experts", "Matrix", "experts_forward", "run_experts"]
+__all__ = ["PROJECTIONS", "ExpertWeights", "Experts", "Matrix", "experts_forward", "run_experts"]
 
 
 #: a matrix of each expert: a stack [E, …], or one by one
@@ -143,7 +143,7 @@ class Experts:
     split: ExpertSplit = WHOLE
     plain: PlainProducts | None = field(default=None, repr=False)
     watch: Watch | None = field(default=None, repr=False)
-    _matrices: dict[tuple[int, Part], Matrix] = field(default_factory=dict, repr=False)
+    _matrices: dict[tuple[int, Projection], Matrix] = field(default_factory=dict, repr=False)
     _stacks: tuple[Fp8State, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class Experts:
             return
         self._stacks = tuple(Fp8State(self.scale_format, self.backend_name) for _ in range(2))
         for expert in range(self.count):
-            for part in PARTS:
+            for part in PROJECTIONS:
                 self._matrices[expert, part] = Matrix(Fp8State(self.scale_format, self.backend_name))
 
     @property
@@ -189,7 +189,7 @@ class Experts:
         weights = (*gate_up_FH.split(down_HI.shape[1]), down_HI)
         if self.plain is not None:
             return ExpertWeights(*(self.plain.quantize_weight(w, self.scale_format) for w in weights))
-        pairs = zip((self._matrices[expert, part].fp8 for part in PARTS), weights, strict=True)
+        pairs = zip((self._matrices[expert, part].fp8 for part in PROJECTIONS), weights, strict=True)
         found = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
         return ExpertWeights(*found)
 

@@ -19,7 +19,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.elementwise import silu_mul
 from jetrl_patch.kernels.formats import BLOCK, groups, split_width
-from jetrl_patch.models.structure import Part
+from jetrl_patch.models.structure import Projection
 
 # ---- How a rollout splits the experts of a block over its ranks, and how the ranks' sums are added in exact mode
 #     columns   (tensor parallelism)   rank i holds columns i of each expert's intermediate size:
@@ -178,7 +178,7 @@ def weighted_sums(
 # Shape legend: T tokens, k experts per token, P = T * k pairs, H hidden size, I intermediate size, n rows.
 
 #: takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values
-Watch = Callable[[str, Part, Tensor, Callable[[Tensor], Tensor]], None]
+Watch = Callable[[str, Projection, Tensor, Callable[[Tensor], Tensor]], None]
 
 
 class Watched:

@@ -151,6 +151,11 @@ def acr_loss(
         cap: C.
     """
     rho = ratio.detach()
-    r = (cap / rho).clamp(max=1.0)  # rho = 0 gives 1
-    loss, clipped = ppo_loss(log_prob, old_log_prob, advantages, clip_low, clip_high, dual_clip, upper=(1 + clip_high) / r)
+    upper = acr_upper(rho, cap, clip_high)
+    loss, clipped = ppo_loss(log_prob, old_log_prob, advantages, clip_low, clip_high, dual_clip, upper)
     return loss * rho.clamp(max=cap), clipped
+
+
+def acr_upper(ratio: torch.Tensor, cap: float, clip_high: float) -> torch.Tensor:
+    """(1+ε)/r, r = min(1, C/ρ): ``acr_loss``'s upper limits of the clip, [B, T]."""
+    return (1 + clip_high) / (cap / ratio).clamp(max=1.0)  # rho = 0 gives 1

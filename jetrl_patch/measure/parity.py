@@ -127,7 +127,7 @@ def standard_error(difference: Tensor, samples: Sequence[Sample]) -> float | Non
 #: what exact mode makes equal, in the order of ``jetrl parity --explain``
 OPS = ("FP8 linears", "norms", "RoPE", "activation", "router", "attention", "delta net", "lm_head", "log-softmax")
 #: equal parts of a response, from its first token to its last
-PARTS = 4
+RESPONSE_PARTS = 4
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jetrl_patch.fp8.convert import expert_modules, experts_of, whole_shape
 from jetrl_patch.fp8.experts import Experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import AMAX_FLOOR, FP8_MAX
-from jetrl_patch.models.structure import PARTS
+from jetrl_patch.models.structure import PROJECTIONS
 
 # ---- Share of a weight's FP8 codes that an optimizer step leaves unchanged -----------------------
 # The rollout does not see an update much smaller than the spacing of the codes (QuRL's weight-update problem, arXiv 2602.13953).
@@ -357,7 +357,7 @@ class Observer:
 
     def _watch(self, name: str, own: Experts) -> Any:
         def see(kind: str, part: Any, experts_P: Tensor, take: Callable[[Tensor], Tensor]) -> None:
-            rows = _each(take, experts_P, own.count, PARTS.index(part), own, slices=kind == "activation")
+            rows = _each(take, experts_P, own.count, PROJECTIONS.index(part), own, slices=kind == "activation")
             self._of_experts.setdefault((kind, name), []).append(rows)
 
         return see
@@ -381,7 +381,7 @@ def _each(
     x_MK = take(rows).detach().to(torch.bfloat16).contiguous()
     x = state.backend.quantize_activation(x_MK, state.scale_format)
     found = measure_each(x_MK, x.q, x.s, experts_P[rows].long(), count, slices)
-    numbers = len(PARTS) * torch.arange(count, device=found.device, dtype=found.dtype) + part
+    numbers = len(PROJECTIONS) * torch.arange(count, device=found.device, dtype=found.dtype) + part
     return torch.cat([found, numbers.unsqueeze(1)], 1)
 
 

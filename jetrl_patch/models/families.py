@@ -19,76 +19,76 @@ from jetrl_patch.models.family import (
     REMOVE,
     SETTINGS,
     WINDOW,
+    ConfigKey,
+    Coverage,
     Family,
     Mixture,
-    Part,
-    Setting,
 )
 
 __all__ = [
-    "ABSORBED", "DENSE_BLOCKS", "FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "TOWERS", "Family", "Part", "Setting",
-    "covering", "family_of", "titles",
+    "ABSORBED", "DENSE_BLOCKS", "FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "TOWERS", "ConfigKey", "Coverage",
+    "Family", "covering", "family_of", "titles",
 ]  # fmt: skip
 
 _DENSE = "vLLM does not say which layers it merges in a dense block"
 #: keys of config.json that can leave some blocks of a mixture without experts -> values with which all blocks have experts
 DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
-_ALL_BLOCKS = tuple(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items())
+_ALL_BLOCKS = tuple(ConfigKey(key, values, _DENSE) for key, values in DENSE_BLOCKS.items())
 #: one side ignores the key
-_always = functools.partial(Setting, everywhere=True)
+_always = functools.partial(ConfigKey, everywhere=True)
 _NO_OUTPUT_BIAS = _always("attention_bias", (False,), "vLLM leaves out the bias of o_proj")
 _NO_BIAS = "the model in transformers has no such bias"
 #: for the families that vLLM builds as a Llama
 _NO_BIASES = tuple(_always(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias", "qkv_bias"))
-_NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
-_NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
-_ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
-_NO_WINDOW = Setting(
+_NOT_VEOMNI: dict[Coverage, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
+_NOT_MEGATRON: dict[Coverage, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
+_ONLY_TRANSFORMERS: dict[Coverage, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
+_NO_WINDOW = ConfigKey(
     "sliding_window", (None,), WINDOW, "set it to null in config.json if no sequence of your run is longer than the window",
     is_window=True,
 )  # fmt: skip
 
 
-def _only_vllm(key: str, *values: Any, **more: Any) -> Setting:
+def _only_vllm(key: str, *values: Any, **more: Any) -> ConfigKey:
     """A key that vLLM's model of the family reads and transformers' ignores, with the values that change nothing."""
     return _always(key, values, ONLY_VLLM, REMOVE, **more)
 
 
 _LOGIT_SCALE = _only_vllm("logit_scale", 1)
 _NAMED_WINDOW = _only_vllm("sliding_window", None, 0, is_window=True)  # vLLM gives a window to every model that names one
-_PARTIAL = Setting("rope_parameters.partial_rotary_factor", (), "both sides leave part of a head unrotated")
+_PARTIAL = ConfigKey("rope_parameters.partial_rotary_factor", (), "both sides leave part of a head unrotated")
 _PHI_DROPOUTS = ("resid_pdrop", "embd_pdrop")
-_NOT_TIED = Setting("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")
+_NOT_TIED = ConfigKey("tie_word_embeddings", (False,), "vLLM gives lm_head a weight of its own")
 _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
 #: for every family with experts
 _BEFORE_ATTENTION = {"input_layernorm": READERS["input_layernorm"]}
 _OUTPUT = {"self_attn.o_proj": "attention"}
-_IN_MEGATRON: dict[Part, str] = {
+_IN_MEGATRON: dict[Coverage, str] = {
     "scaling": "the readers of a norm before experts are not linear layers",
     "fused": "its experts quantize their tokens themselves",
 }
 _EXPERTS = _IN_MEGATRON | _NOT_MEGATRON
 #: for every family with a vision tower
-_SECTIONS = Setting(
+_SECTIONS = ConfigKey(
     "rope_parameters.mrope_section", (), "without it vLLM's positions have one dimension, the trainer's three",
     "set it in config.json", everywhere=True, needed=True,
 )  # fmt: skip
 _INTERLEAVED = (
-    Setting("rope_parameters.mrope_interleaved", (True,), "the trainer's angles are interleaved", needed=True),
+    ConfigKey("rope_parameters.mrope_interleaved", (True,), "the trainer's angles are interleaved", needed=True),
     _SECTIONS,
 )
-_TOWER: dict[Part, str] = {"scaling": "moving factors has not been tested with a vision tower", **_NOT_MEGATRON}
-_VISION: dict[Part, str] = {
+_TOWER: dict[Coverage, str] = {"scaling": "moving factors has not been tested with a vision tower", **_NOT_MEGATRON}
+_VISION: dict[Coverage, str] = {
     "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
     **_TOWER,
 }
 
 #: for every family with gated delta nets
 _ONE_PLUS = "its norms multiply by 1 + weight"
-_DELTA_NET: dict[Part, str] = {"scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
+_DELTA_NET: dict[Coverage, str] = {"scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
 _DELTA_SETTINGS = (
     _PARTIAL,
-    Setting("layer_types", ("full_attention", "linear_attention"), WINDOW),
+    ConfigKey("layer_types", ("full_attention", "linear_attention"), WINDOW),
     _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
     _always("qkv_bias", (False,), _NO_BIAS),
     _always("attn_output_gate", (True,), "the trainer always gates the output of attention"),
@@ -107,7 +107,7 @@ _LATENT = (
     _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM treats every other type as YaRN"),
     _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
     _always("rope_parameters.truncate", (True,), _NO_SUCH_NUMBER),
-    *(Setting(f"rope_parameters.{key}", (), "both sides scale by it") for key in ("mscale", "mscale_all_dim")),
+    *(ConfigKey(f"rope_parameters.{key}", (), "both sides scale by it") for key in ("mscale", "mscale_all_dim")),
     _always("index_topk", (None,), "the trainer's attention is not sparse"),
     _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
 )
@@ -120,14 +120,14 @@ _OUT = {"linear_attn.out_proj": "delta net"}
 LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron", "veomni"), "it has no record"))
 
 
-def _family(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
+def _family(model_type: str, classes: str, title: str, *settings: ConfigKey, **fields: Any) -> Family:
     """A record with ``settings`` in addition to those of every family, or instead of those for the same keys."""
     own = {setting.key for setting in settings}
     common = (setting for setting in SETTINGS if setting.key not in own)
     return Family(model_type, classes, title, settings=(*common, *settings), **fields)
 
 
-def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
+def _with_experts(model_type: str, classes: str, title: str, *settings: ConfigKey, **fields: Any) -> Family:
     common = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture(), "uncovered": _EXPERTS | _NOT_VEOMNI}
     return _family(model_type, classes, title, *settings, **common | fields)
 
@@ -154,7 +154,7 @@ _RECORDS = (
         "phi3", "Phi3", "Phi-3/4",
         _NO_WINDOW,
         _PARTIAL,
-        *(Setting(key, (0,), "the rollout has no dropout", f"set {key}=0 in config.json") for key in _PHI_DROPOUTS),
+        *(ConfigKey(key, (0,), "the rollout has no dropout", f"set {key}=0 in config.json") for key in _PHI_DROPOUTS),
         *_NO_BIASES,
         _LOGIT_SCALE,
         readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
@@ -210,7 +210,7 @@ _RECORDS = (
     _with_experts(
         "mixtral", "Mixtral", "Mixtral",
         _NO_WINDOW,
-        Setting("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
+        ConfigKey("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
         merged=(QKV,),
         stored={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
@@ -318,7 +318,7 @@ TOWERS = frozenset(family.tower for family in _RECORDS) - {""}
 ABSORBED = frozenset(family.absorbed for family in _RECORDS) - {""}
 
 
-def covering(part: Part) -> dict[str, Family]:
+def covering(part: Coverage) -> dict[str, Family]:
     """``model_type`` -> family, for the families covered for ``part``."""
     return {name: family for name, family in FAMILIES.items() if family.covers(part)}
 
@@ -334,7 +334,7 @@ def record_of(hf_config: Any) -> Family:
     return family_of(hf_config) or LLAMA_LIKE
 
 
-def uncovered(hf_config: Any, part: Part) -> str:
+def uncovered(hf_config: Any, part: Coverage) -> str:
     """The model type of a model that ``part`` does not cover, with the reason if its family's record has one."""
     family = family_of(hf_config)
     reason = family.uncovered.get(part) if family else None

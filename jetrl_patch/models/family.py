@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
 #: Megatron; VeOmni
-Part = Literal["exact", "scaling", "fused", "megatron", "veomni"]
+Coverage = Literal["exact", "scaling", "fused", "megatron", "veomni"]
 _ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigKey:
     """A key of ``config.json`` that decides whether trainer and rollout are bit-equal, or compute the same function at all.
 
     Attributes:
@@ -76,17 +76,17 @@ _ROPE = (
 )  # fmt: skip
 #: for every family, unless its record has others
 SETTINGS = (
-    Setting("hidden_act", ("silu",), "vLLM's models compute SiLU, and some know it by no other name", everywhere=True),
-    Setting("use_sliding_window", (False, None), WINDOW),
-    Setting("layer_types", ("full_attention", None), WINDOW),
-    Setting("head_dtype", (None, "model", "bfloat16"), ONLY_VLLM, REMOVE),
-    Setting("is_causal", (True,), ONLY_VLLM, REMOVE, everywhere=True),
-    Setting("rope_parameters.mrope_section", (None,), ONLY_VLLM, REMOVE, everywhere=True),
-    Setting("rope_parameters.full_attention", (None,), "all layers share one table of rotary angles", everywhere=True),
-    Setting("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales", everywhere=True),
-    *(Setting(f"rope_parameters.{key}", (None, False), "one side ignores it", REMOVE, everywhere=True) for key in _ROPE),
-    Setting("dual_chunk_attention_config", (None,), WINDOW),
-    Setting("rope_parameters.partial_rotary_factor", (1.0,), "the trainer always rotates whole heads", everywhere=True),
+    ConfigKey("hidden_act", ("silu",), "vLLM's models compute SiLU, and some know it by no other name", everywhere=True),
+    ConfigKey("use_sliding_window", (False, None), WINDOW),
+    ConfigKey("layer_types", ("full_attention", None), WINDOW),
+    ConfigKey("head_dtype", (None, "model", "bfloat16"), ONLY_VLLM, REMOVE),
+    ConfigKey("is_causal", (True,), ONLY_VLLM, REMOVE, everywhere=True),
+    ConfigKey("rope_parameters.mrope_section", (None,), ONLY_VLLM, REMOVE, everywhere=True),
+    ConfigKey("rope_parameters.full_attention", (None,), "all layers share one table of rotary angles", everywhere=True),
+    ConfigKey("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales", everywhere=True),
+    *(ConfigKey(f"rope_parameters.{key}", (None, False), "one side ignores it", REMOVE, everywhere=True) for key in _ROPE),
+    ConfigKey("dual_chunk_attention_config", (None,), WINDOW),
+    ConfigKey("rope_parameters.partial_rotary_factor", (1.0,), "the trainer always rotates whole heads", everywhere=True),
 )
 #: probabilities in the configuration that transformers' modules read. The rollout has no dropout
 DROPOUTS = ("attention_dropout", "residual_dropout")
@@ -154,8 +154,8 @@ class Family:
     row_parallel: Mapping[str, str] = field(
         default_factory=lambda: {"self_attn.o_proj": "attention", "mlp.down_proj": "intermediate_size"}
     )
-    uncovered: Mapping[Part, str] = field(default_factory=dict)
-    settings: tuple[Setting, ...] = SETTINGS
+    uncovered: Mapping[Coverage, str] = field(default_factory=dict)
+    settings: tuple[ConfigKey, ...] = SETTINGS
     rollout: Literal["vllm", "transformers", "both"] = "vllm"
     logits_divisor: str | None = None
     mixture: Mixture | None = None
@@ -228,7 +228,7 @@ class Family:
         """The reverse of ``to_stored``."""
         return _renamed(name, {theirs: ours for ours, theirs in self.stored.items()})
 
-    def covers(self, part: Part) -> bool:
+    def covers(self, part: Coverage) -> bool:
         return part not in self.uncovered
 
     def split_layers(self, hf_config: Any) -> dict[str, int]:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 # ``model.layers.3.mlp.experts.17.up_proj``. Code that counts, watches or moves layers treats the experts of a block as one unit,
 # under their module's name: ``model.layers.3.mlp.experts``.
 
-Part = Literal["gate_proj", "up_proj", "down_proj"]
+Projection = Literal["gate_proj", "up_proj", "down_proj"]
 #: the matrices of an expert, as transformers names them
-PARTS: tuple[Part, ...] = ("gate_proj", "up_proj", "down_proj")
-_MATRIX = re.compile(rf"(.*\.experts)\.(\d+)\.({'|'.join(PARTS)})")
+PROJECTIONS: tuple[Projection, ...] = ("gate_proj", "up_proj", "down_proj")
+_MATRIX = re.compile(rf"(.*\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})")
 
 
 def unit_of(layer: str) -> str:
@@ -40,24 +40,24 @@ def units(layers: Iterable[str]) -> dict[str, list[str]]:
 
 def matrices_of(unit: str, experts: int) -> list[str]:
     """The layers of a unit with this many experts."""
-    return [f"{unit}.{expert}.{part}" for expert in range(experts) for part in PARTS]
+    return [f"{unit}.{expert}.{part}" for expert in range(experts) for part in PROJECTIONS]
 
 
 def matrix_number(layer: str) -> int | None:
     """The position of an expert's matrix in its unit, expert by expert; None for any other layer."""
     found = _MATRIX.fullmatch(layer)
-    return len(PARTS) * int(found[2]) + PARTS.index(found[3]) if found else None
+    return len(PROJECTIONS) * int(found[2]) + PROJECTIONS.index(found[3]) if found else None
 
 
 def matrix_name(number: int) -> str:
     """The reverse of ``matrix_number``, without the unit: ``17.up_proj``."""
-    expert, part = divmod(number, len(PARTS))
-    return f"{expert}.{PARTS[part]}"
+    expert, part = divmod(number, len(PROJECTIONS))
+    return f"{expert}.{PROJECTIONS[part]}"
 
 
 def matrix_expert(number: int) -> int:
     """The expert that the matrix of this number belongs to."""
-    return number // len(PARTS)
+    return number // len(PROJECTIONS)
 
 
 # ---- Models that no quantizing mode handles because of how they are built, recognized by their config.json

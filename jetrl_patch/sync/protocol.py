@@ -204,7 +204,7 @@ def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
     return data
 
 
-def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_layers: set[str]) -> None:
+def require_same_terms(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_layers: set[str]) -> None:
     """Check that both sides compute the same thing. Raises AuditError with the settings or the layers that differ."""
     for name, (what, empty, fix) in _OPTIONAL.items():
         theirs, ours = (getattr(side, name) or empty for side in (trainer, rollout))

@@ -21,9 +21,9 @@ from jetrl_patch.sync.protocol import (
     SCALE_SUFFIX,
     Manifest,
     Terms,
-    audit,
     decode_json,
     dtype_name,
+    require_same_terms,
     weights_of,
 )
 
@@ -282,8 +282,8 @@ class Receiver:
         if self._sync is not None:
             raise SyncError("a second manifest arrived in the middle of a weight sync")
         guarded, here = set(manifest.guarded), set(self.installer.quantized_layers())
-        audit(manifest.terms, self.terms, set(manifest.layers) | guarded, here | self.guarded)
-        audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
+        require_same_terms(manifest.terms, self.terms, set(manifest.layers) | guarded, here | self.guarded)
+        require_same_terms(manifest.terms, self.terms, set(manifest.layers), here - guarded)
         if self.base is not None:
             self.base.begin(manifest.base)
         self._sync = _Sync(manifest)

@@ -29,7 +29,7 @@ from jetrl_patch.sync.protocol import (
 )
 
 __all__ = [
-    "BUCKET_BYTES", "QUANTIZERS", "Bucket", "Entry", "NamedTensor", "Quantize", "SyncStats", "check_fits", "fp16_stream",
+    "BUCKET_BYTES", "QUANTIZERS", "Bucket", "Entry", "NamedTensor", "Quantize", "SyncStats", "check_fits", "half_stream",
     "misfit", "pack", "quantized_stream", "unpack",
 ]  # fmt: skip
 
@@ -303,7 +303,7 @@ def check_fits(weights: Iterable[NamedTensor], where: str) -> None:
         )
 
 
-def fp16_stream(weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
+def half_stream(weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
     """Yield the framework's ``(name, full tensor)`` pairs in FP16, one at a time, counted in ``stats``.
 
     Raises:

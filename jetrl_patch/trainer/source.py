@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jetrl_patch import registry, session
+from jetrl_patch import session
 from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.transformer_engine import is_te_linear, quantize_weight
 from jetrl_patch.config import Config
@@ -20,12 +20,14 @@ from jetrl_patch.fp8.convert import expert_matrices, expert_modules, per_expert,
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
 from jetrl_patch.fp8.scaling import Smoother, scale_once
+from jetrl_patch.fp8.to_bf16 import to_bf16
 from jetrl_patch.measure.monitor import Monitor, check_guard, show
 from jetrl_patch.models.structure import check_structure, unit_of, units
 from jetrl_patch.sync.delta import Sent
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
 from jetrl_patch.trainer.precision import LossScale
+from jetrl_patch.trainer.prepare import prepare_model
 
 # ---- State that the patches of one process share, in every framework -----------------------------
 
@@ -128,7 +130,7 @@ class Source:
             return
         try:
             modules = {unit: self.experts[unit] if unit in self.experts else self.modules[unit] for unit in new}
-            registry.models().to_bf16(modules, exact=self.terms.align == "exact")
+            to_bf16(modules, exact=self.terms.align == "exact")
         except Exception as error:
             raise SyncError(
                 f"the precision guard could not take {', '.join(new)} out of FP8: {type(error).__name__}: {error}; "
@@ -207,7 +209,7 @@ def convert(
         check_structure(model.config, config)  # the driver has checked only local folders
     check_guard(config, rollout_tp)
     sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
-    layers = registry.models().prepare_model(model, config, device_type=device_type, **sizes)
+    layers = prepare_model(model, config, device_type=device_type, **sizes)
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
     if config.invariant_scale is not None and not reference:
         scale_once(model, config.invariant_scale)

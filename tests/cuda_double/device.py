@@ -30,10 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction
 
-from jetrl_patch.adapters.transformers import fused
 from jetrl_patch.backends import capability, row_equality
 from jetrl_patch.exact import trial
-from jetrl_patch.fp8 import grouped
+from jetrl_patch.fp8 import fused, grouped
 from jetrl_patch.measure import monitor
 from jetrl_patch.sync import send
 from tests.cuda_double import graphs

@@ -26,15 +26,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import jetrl_patch  # noqa: E402
-from jetrl_patch.adapters.transformers import prepare  # noqa: E402
 from jetrl_patch.adapters.verl import logprob, transport  # noqa: E402
 from jetrl_patch.backends import get_backend, row_equality  # noqa: E402
 from jetrl_patch.config import Config  # noqa: E402
-from jetrl_patch.exact import attention, ops, trial  # noqa: E402
 from jetrl_patch.exact import logprob as chunks  # noqa: E402
+from jetrl_patch.exact import ops, sequences, trial  # noqa: E402
 from jetrl_patch.fp8 import convert, grouped, lora, unchanged  # noqa: E402
+from jetrl_patch.fp8.to_bf16 import to_bf16  # noqa: E402
 from jetrl_patch.sync import send  # noqa: E402
-from jetrl_patch.trainer import source  # noqa: E402
+from jetrl_patch.trainer import prepare, source  # noqa: E402
 from tests import models, vision_models  # noqa: E402
 from tests.cuda_double import device  # noqa: E402
 from tests.cuda_double.checks import launches  # noqa: E402
@@ -61,7 +61,7 @@ def built(family: str, make: Callable[[str], Any] = models.build) -> Any:
 def forward(model: Any, rows: int = 1) -> Tensor:
     """Log-probs of one packed row of tokens, under autocast."""
     ids, positions = (empty(rows, TOKENS, dtype=torch.int64) for _ in range(2))
-    attention.mark(positions, 7)
+    sequences.mark(positions, 7)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False, attention_mask=None).logits[0]
         return ops.token_log_probs(logits, ids[0], empty(TOKENS, 1, dtype=torch.float32), reuse=True)
@@ -97,7 +97,7 @@ def auto() -> None:
     sys.modules["vllm.vllm_flash_attn"] = None  # type: ignore[assignment]
     model = prepared("qwen3", config_of(backend="auto", exact_attention="auto", exclude=("layers.1.self_attn.o_proj",)))
     assert model.model.layers[0].mlp.up_proj.fp8.backend_name == "triton"
-    prepare.to_bf16({"down": model.model.layers[0].mlp.down_proj}, exact=True)
+    to_bf16({"down": model.model.layers[0].mlp.down_proj}, exact=True)
     backward(model)
 
 

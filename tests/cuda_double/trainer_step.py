@@ -16,9 +16,9 @@ ctypes.CDLL(sys.argv[1])  # first, because torch keeps what it was told about de
 import torch  # noqa: E402
 
 import jetrl_patch  # noqa: E402
-from jetrl_patch.adapters.transformers import prepare  # noqa: E402
 from jetrl_patch.config import Config  # noqa: E402
-from jetrl_patch.exact import attention, ops, trial  # noqa: E402
+from jetrl_patch.exact import ops, sequences, trial  # noqa: E402
+from jetrl_patch.trainer import prepare  # noqa: E402
 from tests.cuda_double import device  # noqa: E402
 from tests.cuda_double.checks import launches  # noqa: E402
 from tests.models import build  # noqa: E402
@@ -29,7 +29,7 @@ TOKENS = 333
 def step(model: Any, waits: bool = False) -> None:
     """Forward under autocast with recomputation, log-probs, backward. The host waits at most for a table of the first step."""
     ids, positions = (torch.empty(1, TOKENS, dtype=torch.int64, device=device.DEVICE) for _ in range(2))
-    attention.mark(positions, 7)
+    sequences.mark(positions, 7)
     with contextlib.nullcontext() if waits else device.NoWait():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False, attention_mask=None).logits[0]

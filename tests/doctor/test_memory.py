@@ -12,7 +12,7 @@ from jetrl_patch import registry
 from jetrl_patch.cli.doctor import memory
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
-from jetrl_patch.config.launches import Layout
+from jetrl_patch.config.launches import Storage
 from tests.models import build, config_of
 
 UNIFIED, BF16 = Config(align="linear"), Config(precision="bf16")
@@ -42,9 +42,9 @@ def verl(model: Path, *extra: str) -> list[str]:
 def rows(framework: str, arguments: list[str], config: Config) -> dict[tuple[str, str], float | None]:
     launches = registry.launches(framework)
     settings = launches.read(arguments)
-    layout = launches.layout(settings, config)
-    model = memory.count(launches.model_path(settings)[0], layout, config.resolved())
-    found = [] if model is None else memory.estimate(model, layout, config.resolved())
+    storage = launches.storage(settings, config)
+    model = memory.count(launches.model_path(settings)[0], storage, config.resolved())
+    found = [] if model is None else memory.estimate(model, storage, config.resolved())
     return {(row.side, row.what): row.bytes for row in found}
 
 
@@ -91,10 +91,10 @@ def test_what_utilization_leaves_on_a_gpu(model: Path, monkeypatch: pytest.Monke
 
 
 def test_an_engine_whose_split_is_not_read_is_said(model: Path) -> None:
-    layout = Layout(trainer="how megatron splits the model is not read")
-    count = memory.count(model, layout, UNIFIED)
+    storage = Storage(trainer="how megatron splits the model is not read")
+    count = memory.count(model, storage, UNIFIED)
     assert count is not None
-    found = memory.estimate(count, layout, UNIFIED)
+    found = memory.estimate(count, storage, UNIFIED)
     assert [row.how for row in found if row.side == "trainer"] == ["how megatron splits the model is not read"]
 
 

@@ -26,9 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(framework: str, arguments: list[str], config: Config) -> tuple[Check, Check]:
     launches, config = registry.launches(framework), config.resolved()
     settings = launches.read(arguments)
-    layout = launches.layout(settings, config)
-    count = memory.count(launches.model_path(settings)[0], layout, config)
-    validation, writes = check_saves(launches.saves(settings), layout, count, config)
+    storage = launches.storage(settings, config)
+    count = memory.count(launches.model_path(settings)[0], storage, config)
+    validation, writes = check_saves(launches.saves(settings), storage, count, config)
     return validation, writes
 
 

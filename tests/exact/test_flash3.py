@@ -14,7 +14,7 @@ import torch
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConfigError
 from jetrl_patch.exact import dispatch, flash3, ops, trial
-from jetrl_patch.sync.protocol import Terms, audit
+from jetrl_patch.sync.protocol import Terms, require_same_terms
 
 from ..fp8.thresholds import SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
 from .flash3_double import FlashAttention3
@@ -226,4 +226,4 @@ def test_vllms_own_source_takes_the_arguments_and_hands_them_on():
 def test_sides_that_chose_differently_do_not_sync():
     trainer, rollout = (Terms.of(Config(), "triton", attention=name) for name in ("", "flash3"))
     with pytest.raises(AuditError, match=r"exact attention: required flash3, as in the rollout, found .*JETRL_EXACT"):
-        audit(trainer, rollout, set(), set())
+        require_same_terms(trainer, rollout, set(), set())

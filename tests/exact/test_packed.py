@@ -8,8 +8,9 @@ from torch import nn
 from transformers import masking_utils
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.attention import exact_attention, find_layout
-from jetrl_patch.exact import attention, dispatch
+from jetrl_patch.exact import dispatch
+from jetrl_patch.exact.hf_attention import exact_attention
+from jetrl_patch.exact.sequences import bound, find_sequences, mark
 
 from ..waits import NothingIsReadBack
 
@@ -35,41 +36,41 @@ def test_a_bound_changes_no_bit(monkeypatch, backend, lengths, spare):
     monkeypatch.setitem(dispatch._chosen, "cpu", backend)
     expected = run(positions_of(*lengths))
     marked = positions_of(*lengths)
-    attention.mark(marked, len(lengths) + spare)
-    assert find_layout(None, marked, (1, marked.shape[1])).exceeded is not None
+    mark(marked, len(lengths) + spare)
+    assert find_sequences(None, marked, (1, marked.shape[1])).exceeded is not None
     for ours, theirs in zip(run(marked), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_the_host_counts_nothing():
     marked = positions_of(5, 9, 3)
-    attention.mark(marked, 4)
+    mark(marked, 4)
     with NothingIsReadBack():
-        layout = find_layout(None, marked, (1, 17))
-    assert layout.cu_seqlens.tolist() == [0, 5, 14, 17, 17] and not layout.exceeded
+        sequences = find_sequences(None, marked, (1, 17))
+    assert sequences.cu_seqlens.tolist() == [0, 5, 14, 17, 17] and not sequences.exceeded
     with pytest.raises(AssertionError, match="waits for the device"), NothingIsReadBack():
-        find_layout(None, positions_of(5, 9, 3), (1, 17))
+        find_sequences(None, positions_of(5, 9, 3), (1, 17))
 
 
 def test_a_bound_that_is_too_small_leaves_no_number():
     marked = positions_of(5, 9, 3)
-    attention.mark(marked, 2)
+    mark(marked, 2)
     assert run(marked)[0].isnan().all()
 
 
 def test_a_bound_belongs_to_its_batch():
     marked = positions_of(3, 4)
-    attention.mark(marked, 2)
-    assert attention.bound(marked) == 2 and attention.bound(marked.clone()) is None and attention.bound(None) is None
+    mark(marked, 2)
+    assert bound(marked) == 2 and bound(marked.clone()) is None and bound(None) is None
     mask = torch.ones(1, 7)
-    assert find_layout(mask, marked, (1, 7)).exceeded is None  # a padded batch is counted
+    assert find_sequences(mask, marked, (1, 7)).exceeded is None  # a padded batch is counted
 
 
 @pytest.mark.parametrize("lengths", [(5, 9, 3), (17,)], ids=str)
 def test_transformers_does_not_ask_either(lengths):
     """Its own search looks at the device; with a bound the numbers are the same, also for a row of one sequence."""
     positions, marked = positions_of(*lengths), positions_of(*lengths)
-    attention.mark(marked, 4)
+    mark(marked, 4)
     with pytest.raises(AssertionError, match="waits for the device"), NothingIsReadBack():
         masking_utils.find_packed_sequence_indices(positions)
     jetrl_patch.enable(precision="fp8-unified")

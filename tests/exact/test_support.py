@@ -126,3 +126,14 @@ def test_a_framework_may_shuffle_and_split_the_batch(given, skipped):
 def test_a_batch_without_supports(given):
     found = of_batch(*to_batch([Support.of([[], []]), Support.of([[]])], width=2))
     assert torch.equal(found.edit(given[0][:4], slice(0, 4)), given[0][:4])
+
+
+def test_rows_in_another_order(given):
+    _, support, _, _ = given
+    order = torch.randint(-1, ROWS, (2 * ROWS,), generator=torch.Generator().manual_seed(5))
+    found = support.take(order)
+    every = support.ids.split(support.counts.tolist())
+    assert [row.tolist() for row in found.ids.split(found.counts.tolist())] == [
+        every[row].tolist() if row >= 0 else [] for row in order.tolist()
+    ]
+    assert not len(support.take(torch.tensor([-1, -1])).ids) and (order < 0).any()

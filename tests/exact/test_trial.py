@@ -158,7 +158,7 @@ def test_frequencies_are_the_cpus_whatever_the_default_device_is():
 
 def test_a_trainer_without_the_ops_is_refused_before_its_model_changes(monkeypatch):
     import jetrl_patch
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
+    from jetrl_patch.trainer.prepare import prepare_model
 
     from ..models import build
 

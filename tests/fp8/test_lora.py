@@ -202,7 +202,7 @@ def test_a_layer_kept_out_of_fp8_computes_with_its_merged_weight_too():
 
 
 def test_the_precision_guard_takes_a_lora_layer_out_of_fp8():
-    from jetrl_patch.adapters.transformers.prepare import to_bf16
+    from jetrl_patch.fp8.to_bf16 import to_bf16
 
     layer = q_proj(lora()[0])
     w, a, b = parts(layer)

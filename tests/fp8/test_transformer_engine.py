@@ -40,8 +40,8 @@ def te_model(recipe=None, kind=te.Linear):
 
 
 def test_exact_mode_does_not_cover_them():
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
     from jetrl_patch.config import Config
+    from jetrl_patch.trainer.prepare import prepare_model
 
     model = te_model(te.Float8BlockScaling())
     with pytest.raises(ModelError, match=r"align='exact': .*TransformerEngine in layers.0.o_proj, .*Use align='linear'"):

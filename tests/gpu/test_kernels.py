@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers import prepare
 from jetrl_patch.backends import quantize as reference
 from jetrl_patch.config import Config
 from jetrl_patch.exact import dispatch, ops
 from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.sync.digest import formula
+from jetrl_patch.trainer import prepare
 
 from ..dispatched import dispatched
 from ..models import build
@@ -177,12 +177,12 @@ def test_a_prepared_model_gives_a_sequence_its_bits_in_every_batch(device, model
 
 
 def test_the_steps_after_the_first_wait_for_nothing(device, model):
-    from jetrl_patch.exact import attention
+    from jetrl_patch.exact import sequences
 
     lengths = (5, 1, 9)
     ids = torch.arange(2, 2 + sum(lengths), device=device)[None]
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    attention.mark(positions, 4)
+    sequences.mark(positions, 4)
 
     def step():
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]

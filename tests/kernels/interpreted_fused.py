@@ -8,10 +8,9 @@ import pytest
 import torch
 import triton
 
-from jetrl_patch.adapters.transformers import fused
 from jetrl_patch.backends import get_backend
 from jetrl_patch.exact import dispatch, modules
-from jetrl_patch.fp8 import producers
+from jetrl_patch.fp8 import fused, producers
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels import quantize

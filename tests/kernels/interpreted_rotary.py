@@ -11,9 +11,9 @@ import triton
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as eager
 
-from jetrl_patch.adapters.transformers import fused as adapter
 from jetrl_patch.backends.row_equality import Unequal
 from jetrl_patch.exact import dispatch, ops, trial
+from jetrl_patch.fp8 import fused as adapter
 from jetrl_patch.fp8 import producers
 from jetrl_patch.models.families import FAMILIES
 

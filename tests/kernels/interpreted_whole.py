@@ -7,9 +7,9 @@ import torch
 import triton
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers import prepare
 from jetrl_patch.config import Config
-from jetrl_patch.exact import attention, dispatch, ops
+from jetrl_patch.exact import dispatch, ops, sequences
+from jetrl_patch.trainer import prepare
 
 from ..models import build
 from ..waits import NothingIsReadBack
@@ -49,7 +49,7 @@ def model(request, monkeypatch):
 def positions_of(at_most):
     found = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     if at_most is not None:
-        attention.mark(found, at_most)
+        sequences.mark(found, at_most)
     return found
 
 

@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
-from jetrl_patch.adapters.transformers import fused, prepare
 from jetrl_patch.config import Config
-from jetrl_patch.fp8 import producers
+from jetrl_patch.fp8 import fused, producers
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.trainer import prepare
 
 from ..models import build, config_of
 

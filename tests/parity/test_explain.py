@@ -11,7 +11,7 @@ import pytest
 from jetrl_patch import Config, ConfigError, JetrlError, ModelError
 from jetrl_patch.cli.parity import cli
 from jetrl_patch.cli.parity.run import run_mode
-from jetrl_patch.measure.parity import OPS, PARTS, Job
+from jetrl_patch.measure.parity import OPS, RESPONSE_PARTS, Job
 
 from .. import models
 
@@ -35,8 +35,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert min(alone["FP8 linears"], alone["attention"]) > 0
     assert alone["RoPE"] == steps[-2]["mean"] == 0  # what was taken back is exact again
     for step in steps:
-        assert len(step["parts"]) == PARTS and len(step["depth"]) == len(first["depth"])
-        assert sum(step["parts"]) / PARTS == pytest.approx(step["mean"])  # the parts of 32 tokens are equally long
+        assert len(step["parts"]) == RESPONSE_PARTS and len(step["depth"]) == len(first["depth"])
+        assert sum(step["parts"]) / RESPONSE_PARTS == pytest.approx(step["mean"])  # the parts of 32 tokens are equally long
     said = capsys.readouterr().out
     assert "+ attention" in said and "growth with depth" in said
     assert picture.read_bytes().startswith(b"\x89PNG")

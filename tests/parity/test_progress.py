@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from jetrl_patch import Config, progress
-from jetrl_patch.adapters.transformers.parity import score
 from jetrl_patch.cli.parity import cli, run
 from jetrl_patch.cli.parity.run import relayed
+from jetrl_patch.cli.parity.score import score
 from jetrl_patch.measure.parity import Job, Sample, Sampled
 from jetrl_patch.progress import Progress
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch.errors import ModelError, PrecisionError, SyncError
-from jetrl_patch.sync.send import SyncStats, check_fits, fp16_stream, misfit
+from jetrl_patch.sync.send import SyncStats, check_fits, half_stream, misfit
 from jetrl_patch.trainer.precision import LossScale, at_smallest
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_refused_with_its_first_three_names():
 def test_the_stream_is_fp16_and_counted():
     stats = SyncStats()
     weights = [("a", torch.randn(4, 6)), ("b", torch.randn(3).bfloat16()), ("position", torch.arange(5))]
-    sent = dict(fp16_stream(weights, stats))
+    sent = dict(half_stream(weights, stats))
     assert {name: tensor.dtype for name, tensor in sent.items()} == {
         "a": torch.float16, "b": torch.float16, "position": torch.int64,
     }  # fmt: skip
@@ -71,7 +71,7 @@ def test_the_stream_is_fp16_and_counted():
 
 @pytest.mark.parametrize("value", [1e5, math.nan, math.inf])
 def test_the_stream_stops_at_a_weight_that_does_not_fit(value):
-    stream = fp16_stream([("a", torch.ones(2)), ("bad", torch.tensor([1.0, value])), ("c", torch.ones(2))], SyncStats())
+    stream = half_stream([("a", torch.ones(2)), ("bad", torch.tensor([1.0, value])), ("c", torch.ones(2))], SyncStats())
     assert next(stream)[0] == "a"
     with pytest.raises(SyncError, match=r"bad has .*, which FP16 cannot hold"):
         next(stream)

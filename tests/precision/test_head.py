@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch.adapters.transformers.prepare import prepare_model, widen_head
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
+from jetrl_patch.exact.head import widen_head
+from jetrl_patch.trainer.prepare import prepare_model
 from tests.models import config_of
 
 EXACT = Config(head_dtype="float32")

@@ -11,7 +11,7 @@ import pytest
 
 from jetrl_patch.cli.report import ReportError, collect, read_runs
 from jetrl_patch.cli.report.runs import Run
-from jetrl_patch.cli.report.sources import Source, find_file, name_runs, openrlhf_step, parse, verl_step
+from jetrl_patch.cli.report.sources import RunArgument, find_file, name_runs, openrlhf_step, parse, verl_step
 from jetrl_patch.config import Config
 from jetrl_patch.trainer import record
 
@@ -172,7 +172,7 @@ def test_names(tmp_path: Path) -> None:
     texts = [str(first), str(second), f"mine={verl_file(tmp_path / 'c' / 'run.jsonl')}"]
     assert [run.label for run in collect(texts, [])] == ["a/run", "b/run", "mine"]
     odd = verl_file(tmp_path / "x=y.jsonl")
-    assert parse(str(odd)) == Source(odd)
+    assert parse(str(odd)) == RunArgument(odd)
     for wrong in ("", "=", "name="):
         with pytest.raises(ReportError, match="name=path"):
             parse(wrong)
@@ -183,8 +183,8 @@ def test_names(tmp_path: Path) -> None:
 
 
 def test_arms_of_one_file_are_named_by_arm_and_seed(tmp_path: Path) -> None:
-    def sources(count: int) -> list[Source]:
-        found = [Source(tmp_path / name) for name in ("a", "b")[:count]]
+    def sources(count: int) -> list[RunArgument]:
+        found = [RunArgument(tmp_path / name) for name in ("a", "b")[:count]]
         for source in found:
             source.runs = [Run("bf16", "none", 0), Run("fp8-unified", "exact", 0), Run("fp8-unified", "exact", 1)]
         name_runs(found)

@@ -66,7 +66,7 @@ def test_a_scale_is_expected_for_each_block_that_a_weight_begins() -> None:
 
 def test_of_many_layers_that_differ_three_are_named() -> None:
     with pytest.raises(AuditError, match=r"only in the trainer: a, b, c and 2 more; only in the rollout: none\."):
-        protocol.audit(TERMS, TERMS, set("abcde"), set())
+        protocol.require_same_terms(TERMS, TERMS, set("abcde"), set())
 
 
 @settings(deadline=None)

@@ -227,7 +227,7 @@ def test_pictures_are_before_and_in_a_prompt() -> None:
 def test_for_a_gpu_the_language_model_is_fused_and_the_tower_is_not(family: str, monkeypatch: Any) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from jetrl_patch.adapters.transformers import prepare
+    from jetrl_patch.trainer import prepare
 
     jetrl_patch.enable(precision="fp8-unified", align="linear")
     monkeypatch.setattr(prepare, "choose_backend", lambda *asked: "triton")

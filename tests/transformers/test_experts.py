@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.prepare import EXPERTS, prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.fp8.convert import expert_matrices, experts_of, per_expert, select_layers
+from jetrl_patch.trainer.prepare import EXPERTS, prepare_model
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
 from ..models import VARIANTS, build, config_of

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
+from jetrl_patch.trainer.prepare import prepare_model
 
 from ..models import ONE_RECORD, VARIANTS, build
 from .test_prepare import padded, sequences

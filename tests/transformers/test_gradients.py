@@ -12,12 +12,12 @@ from packaging.version import Version
 from torch import Tensor
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.lora import adopt
 from jetrl_patch.models.families import FAMILIES, covering, record_of
 from jetrl_patch.models.structure import unit_of
+from jetrl_patch.trainer.prepare import prepare_model
 
 from ..fp8.thresholds import SQNR_GRADIENT, SQNR_GRADIENT_NETS, UNDERFLOW, sqnr
 from .stock import PAD, follow, gradients, made, routes_of, texts

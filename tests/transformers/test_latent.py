@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.parity import _make_stock
-from jetrl_patch.adapters.transformers.prepare import prepare_model
+from jetrl_patch.cli.parity.explain import _make_stock
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact.modules import check_family
@@ -19,6 +18,7 @@ from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.structure import check_structure
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
+from jetrl_patch.trainer.prepare import prepare_model
 
 from ..fp8.thresholds import SQNR_MIXTURE, sqnr
 from ..models import build, config_of

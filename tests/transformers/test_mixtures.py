@@ -8,9 +8,9 @@ import transformers
 from packaging.version import Version
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.errors import ModelError
 from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.trainer.prepare import prepare_model
 
 from ..fp8.thresholds import SQNR_MIXTURE, sqnr
 from ..models import corrections

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact.ops import token_log_probs
@@ -18,6 +17,7 @@ from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
 from jetrl_patch.models.families import covering
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.trainer.prepare import prepare_model
 from jetrl_patch.trainer.source import convert
 
 from .. import vision_models

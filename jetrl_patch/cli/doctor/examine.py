@@ -131,10 +131,10 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
         known = {check.finding for check in report.checks}  # check_settings repeats an error in verl's jetrl section
         report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in known]
         launches = registry.launches(framework)
-        layout = launches.layout(arguments, config)
-        model = memory.count(launches.model_path(arguments)[0], layout, config)
-        report.checks += check_saves(launches.saves(arguments), layout, model, config)
-        report.memory = [] if model is None else memory.estimate(model, layout, config)
+        storage = launches.storage(arguments, config)
+        model = memory.count(launches.model_path(arguments)[0], storage, config)
+        report.checks += check_saves(launches.saves(arguments), storage, model, config)
+        report.memory = [] if model is None else memory.estimate(model, storage, config)
     return report
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config
-from jetrl_patch.config.launches import Layout
+from jetrl_patch.config.launches import Storage
 from jetrl_patch.trainer.preflight import built
 from jetrl_patch.trainer.rules import Memory
 
@@ -32,21 +32,21 @@ class Counted:
     kv_heads: int
 
 
-def count(path: Any, layout: Layout, config: Config) -> Counted | None:
+def count(path: Any, storage: Storage, config: Config) -> Counted | None:
     """The counts of the model in a folder or, under its name, in the hub's cache.
 
-    None if it is not here, or wrong in a way that a check reports. ``layout`` says where the framework keeps the policy.
+    None if it is not here, or wrong in a way that a check reports. ``storage`` says where the framework keeps the policy.
     """
     try:
-        found = built(path, config, layout.tensor_parallel, layout.expert_parallel)
+        found = built(path, config, storage.tensor_parallel, storage.expert_parallel)
     except Exception:  # transformers raises anything for a broken config.json, which check_settings reports
         return None
     return None if found is None else _counted(*found[:2])
 
 
-def estimate(model: Counted, layout: Layout, config: Config) -> list[Memory]:
+def estimate(model: Counted, storage: Storage, config: Config) -> list[Memory]:
     """Rows of the table, in bytes."""
-    return [*_trainer(model, layout, config), *_rollout(model, layout, config, _gpu(config))]
+    return [*_trainer(model, storage, config), *_rollout(model, storage, config, _gpu(config))]
 
 
 def _counted(model: Any, quantized: Any) -> Counted:
@@ -64,38 +64,38 @@ def _counted(model: Any, quantized: Any) -> Counted:
     return Counted(total, small, text.num_hidden_layers, kv, 1 if latent else heads)
 
 
-def _trainer(model: Counted, layout: Layout, config: Config) -> Iterator[Memory]:
+def _trainer(model: Counted, storage: Storage, config: Config) -> Iterator[Memory]:
     """Weights, gradients and optimizer as the framework shards them, and the FP8 copies of the weights."""
-    parts = {"weights": layout.weights, "gradients": layout.gradients, "optimizer": layout.optimizer}
-    if layout.weights is None or None in parts.values():
-        yield Memory("trainer", "not estimated", None, layout.trainer)
+    parts = {"weights": storage.weights, "gradients": storage.gradients, "optimizer": storage.optimizer}
+    if storage.weights is None or None in parts.values():
+        yield Memory("trainer", "not estimated", None, storage.trainer)
         return
     for what, part in parts.items():
         assert part is not None
         each = part.bytes + (MOMENTS[config.optimizer_states] if what == "optimizer" else 0)
         how = f"{each:g} bytes x {_billions(model.parameters)}" + (f" / {part.ranks} ranks" if part.ranks > 1 else "")
-        how += ", in CPU memory" if what in layout.offloaded else ""
-        how += f", {layout.trainer}" if what == "weights" and layout.trainer else ""
+        how += ", in CPU memory" if what in storage.offloaded else ""
+        how += f", {storage.trainer}" if what == "weights" and storage.trainer else ""
         yield Memory("trainer", what, each * model.parameters / part.ranks, how)
     if config.fp8_train:
-        yield Memory("trainer", "FP8 weights held", *_held(model, layout, config, layout.weights.ranks))
+        yield Memory("trainer", "FP8 weights held", *_held(model, storage, config, storage.weights.ranks))
 
 
-def _held(model: Counted, layout: Layout, config: Config, ranks: int) -> tuple[float, str]:
+def _held(model: Counted, storage: Storage, config: Config, ranks: int) -> tuple[float, str]:
     """Bytes of the FP8 weights that a rank holds, and the formula: the table of quantized weights in docs/memory.md."""
     p = model.quantized
     if ranks == 1:
         return 2.0 * p, f"2 x {_billions(p)}, as they are and transposed, until the last backward of a step"
     if config.fp8_all_gather:
         return p / ranks, f"{_billions(p)} / {ranks} ranks (fp8_all_gather)"
-    if not layout.reshards:
+    if not storage.reshards:
         return 4.0 * p, f"(2 FP8 + 2 gathered BF16) x {_billions(p)}"
     return 2.0 * p / model.blocks, f"2 x one of {model.blocks} blocks at a time"
 
 
-def _rollout(model: Counted, layout: Layout, config: Config, gpu: float) -> Iterator[Memory]:
+def _rollout(model: Counted, storage: Storage, config: Config, gpu: float) -> Iterator[Memory]:
     """Weights on one rank of an engine, a token's KV cache, and what is left for the cache of ``gpu`` bytes."""
-    tp = layout.tensor_parallel
+    tp = storage.tensor_parallel
     small = model.quantized if config.quantized_rollout else 0
     fp8 = 1 + 4 / (config.scales.block * config.scales.height)  # with an FP32 scale per block
     weights = (small * fp8 + (model.parameters - small) * 2) / tp
@@ -105,11 +105,11 @@ def _rollout(model: Counted, layout: Layout, config: Config, gpu: float) -> Iter
     token = model.kv * each / min(tp, model.kv_heads)
     split = f" / {min(tp, model.kv_heads)} ranks" if token < model.kv * each else ""
     yield Memory("rollout", "KV cache of one token", token, f"{each} x {model.kv} values{split}")
-    if not gpu or layout.utilization is None:
+    if not gpu or storage.utilization is None:
         yield Memory("rollout", "KV cache", None, "no GPU here, so what gpu_memory_utilization leaves is not known")
         return
-    left = gpu * layout.utilization - weights
-    of = f"gpu_memory_utilization={layout.utilization:g} of {gpu / 2**30:.0f} GiB, less the weights"
+    left = gpu * storage.utilization - weights
+    of = f"gpu_memory_utilization={storage.utilization:g} of {gpu / 2**30:.0f} GiB, less the weights"
     yield Memory("rollout", "KV cache, at most", left, f"{of}: {max(0, int(left / token)):,} tokens" if token else of)
 
 

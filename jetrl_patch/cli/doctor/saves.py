@@ -8,16 +8,16 @@ from pathlib import Path
 
 from jetrl_patch.cli.doctor.memory import MOMENTS, Counted, size
 from jetrl_patch.config import Config
-from jetrl_patch.config.launches import Layout, Saves
+from jetrl_patch.config.launches import Saves, Storage
 from jetrl_patch.trainer.rules import Check
 
 
-def check_saves(saves: Saves, layout: Layout, model: Counted | None, config: Config) -> Iterator[Check]:
+def check_saves(saves: Saves, storage: Storage, model: Counted | None, config: Config) -> Iterator[Check]:
     """When the run validates, and the size of what it writes; ``model`` is None if its size is not known."""
     yield Check("validation", "ok", saves.validates or "none")
     parts = {
-        "model": layout.weights and layout.weights.bytes,
-        "optimizer": layout.optimizer and layout.optimizer.bytes + MOMENTS[config.optimizer_states],
+        "model": storage.weights and storage.weights.bytes,
+        "optimizer": storage.optimizer and storage.optimizer.bytes + MOMENTS[config.optimizer_states],
         "exported": saves.exported,
     }
     each = [parts[name] for name in saves.contents]

@@ -16,7 +16,17 @@ from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, check_target, writing
-from jetrl_patch.measure.parity import BY_DEFAULT, PARTS, STOCK, Draw, Job, check_model, choose, chosen, in_turn
+from jetrl_patch.measure.parity import (
+    BY_DEFAULT,
+    RESPONSE_PARTS,
+    STOCK,
+    Draw,
+    Job,
+    check_model,
+    choose,
+    chosen,
+    in_turn,
+)
 from jetrl_patch.native.machine import require_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import Display
@@ -243,8 +253,8 @@ def _draw(result: Result, model: str, target: str) -> None:
         depth.plot(range(1, len(step["depth"]) + 1), step["depth"], label=name)
         position.plot(range(1, len(step["parts"]) + 1), step["parts"], marker="o", label=name)
     depth.set(xlabel="block", ylabel="relative difference", title="hidden states, against exact")
-    position.set(xlabel=f"part of the response (of {PARTS})", ylabel="mean |Δ log-prob|", title="over the response")
-    position.set_xticks(range(1, PARTS + 1))
+    position.set(xlabel=f"part of the response (of {RESPONSE_PARTS})", ylabel="mean |Δ log-prob|", title="over the response")
+    position.set_xticks(range(1, RESPONSE_PARTS + 1))
     depth.legend(fontsize="small", loc="upper center")
     figure.suptitle(f"{Path(model).name}: {result['tokens']:,} tokens of an exact rollout")
     with writing(target):

@@ -93,14 +93,16 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
     progress.stage("loading torch")
     import torch
 
+    from jetrl_patch.cli.parity.explain import explain
+    from jetrl_patch.cli.parity.score import score
     from jetrl_patch.measure.mismatch import mismatch
 
     if job.stock is None:
         progress.stage("enabling the mode")
         session.enable(job.config)
     sampled = registry.rollout().sample(job, progress)
-    scored = registry.models().score(job, sampled.samples, progress)
-    steps = registry.models().explain(job, sampled.samples, progress) if job.explain else []
+    scored = score(job, sampled.samples, progress)
+    steps = explain(job, sampled.samples, progress) if job.explain else []
     rollout = torch.tensor([value for sample in sampled.samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scored.log_probs, rollout, torch.ones_like(rollout))
     status = session.status()

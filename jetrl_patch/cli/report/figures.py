@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.cli.report.charts import ALL_LAYERS, GROUPS, Chart, Limit, Scales, Style, describe, thin, worst
-from jetrl_patch.cli.report.runs import PARTS, Points, ReportError, Run, spelled
+from jetrl_patch.cli.report.runs import STEP_PARTS, Points, ReportError, Run, spelled
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -99,7 +99,7 @@ def parts(runs: Sequence[Run]) -> Figure | None:
     if not known:
         return None
     figure = Figure()
-    for name, color in zip((*PARTS, "other"), _PART_COLORS, strict=True):
+    for name, color in zip((*STEP_PARTS, "other"), _PART_COLORS, strict=True):
         seconds = [found[name] for found in known.values()]
         shares = [found[name] / sum(found.values()) for found in known.values()]
         texts = [f"{value:.2f} s ({share:.0%})" for value, share in zip(seconds, shares, strict=True)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.cli.report.charts import Chart, Scales, Style, choose, draw, thin
-from jetrl_patch.cli.report.runs import PARTS, ReportError, Run
+from jetrl_patch.cli.report.runs import STEP_PARTS, ReportError, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +123,7 @@ def _parts(axes: Axes, runs: Sequence[Run]) -> None:
     """The parts of a step as one stacked bar per run."""
     known = {run.label: run.parts for run in runs if run.parts}
     left = [0.0] * len(known)
-    for name, (color, hatch) in zip((*PARTS, "other"), _PART_LOOKS, strict=True):
+    for name, (color, hatch) in zip((*STEP_PARTS, "other"), _PART_LOOKS, strict=True):
         widths = [parts[name] for parts in known.values()]
         axes.barh(list(known), widths, left=left, label=name, color=color, hatch=hatch, edgecolor="#4a5567", height=0.62)
         left = [a + b for a, b in zip(left, widths, strict=True)]

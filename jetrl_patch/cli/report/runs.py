@@ -19,7 +19,7 @@ SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step", "step_tim
 ACCURACY = re.compile(r"val-core/.*/mean@\d+|eval_.*_pass1")
 
 #: parts of a step, with the timers of both frameworks; the rest of a step is "other"
-PARTS = {
+STEP_PARTS = {
     "rollout": ("timing_s/gen", "timing/generation"),
     "weight sync": ("timing_s/update_weights", "timing_s/sync_rollout_weights", "timing/broadcast"),
     "training": (
@@ -120,9 +120,9 @@ class Run:
         return _sums(self.seconds)
 
     def part(self, name: str) -> Points:
-        """``(step, seconds)`` of one of ``PARTS``. Where the framework does not time the sync, the plugin does."""
+        """``(step, seconds)`` of one of ``STEP_PARTS``. Where the framework does not time the sync, the plugin does."""
         totals: dict[int, float] = {}
-        for metric in PARTS[name]:
+        for metric in STEP_PARTS[name]:
             for step, value in self.series(metric):
                 totals[step] = totals.get(step, 0.0) + value
         if name == "weight sync" and not totals:
@@ -131,9 +131,9 @@ class Run:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Mean seconds per step of each of ``PARTS`` and of "other", over steps of known duration; {} if there are none."""
+        """Mean seconds per step of each of ``STEP_PARTS`` and of "other", over steps of known duration; {} if there are none."""
         lengths = {step: value for step, value in self.seconds if math.isfinite(value)}
-        inside = {name: [v for step, v in self.part(name) if step in lengths and math.isfinite(v)] for name in PARTS}
+        inside = {name: [v for step, v in self.part(name) if step in lengths and math.isfinite(v)] for name in STEP_PARTS}
         if not any(map(sum, inside.values())):
             return {}
         means = {name: sum(values) / len(lengths) for name, values in inside.items()}

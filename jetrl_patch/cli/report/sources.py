@@ -50,7 +50,7 @@ Step = tuple[Run, int, Data]
 # ---- The RUN arguments ---------------------------------------------------------------------------
 
 @dataclass
-class Source:
+class RunArgument:
     """One RUN of the command line.
 
     Attributes:
@@ -64,14 +64,14 @@ class Source:
     runs: list[Run] = field(default_factory=list)
 
 
-def parse(text: str) -> Source:
+def parse(text: str) -> RunArgument:
     """Parse ``path`` or ``name=path``. Raises ReportError for an empty name or path."""
     name, equals, path = ("", "", text) if Path(text).exists() else text.partition("=")
     if not equals:
         name, path = "", text
     if not path.strip() or (equals and not name.strip()):
         raise ReportError(explain("RUN", required="path or name=path", found=repr(text), fix="give a name and a path"))
-    return Source(Path(path), name.strip())
+    return RunArgument(Path(path), name.strip())
 
 
 def collect(texts: Sequence[str], notes: list[str], progress: Progress = SILENT) -> list[Run]:
@@ -81,7 +81,7 @@ def collect(texts: Sequence[str], notes: list[str], progress: Progress = SILENT)
         ReportError: a name or a file is given twice, or a file is not of a known format.
         ConfigError: the system refuses to read a file.
     """
-    sources: list[Source] = []
+    sources: list[RunArgument] = []
     seen: dict[Path, str] = {}
     for text in texts:
         with reading(text):
@@ -122,7 +122,7 @@ def find_file(path: Path) -> Path:
     raise ReportError(explain(str(path), required="a metrics file", found=here, fix=_WAYS))
 
 
-def name_runs(sources: Sequence[Source]) -> None:
+def name_runs(sources: Sequence[RunArgument]) -> None:
     """Name every run after its RUN argument, its arm, or both, with enough of the path to be unique."""
     given = [source.name for source in sources if source.name]
     twice = next((name for name in given if given.count(name) > 1), None)
@@ -139,7 +139,7 @@ def name_runs(sources: Sequence[Source]) -> None:
                 run.name = arm if len(sources) == 1 else f"{name}: {arm}"
 
 
-def _short_names(sources: Sequence[Source]) -> list[str]:
+def _short_names(sources: Sequence[RunArgument]) -> list[str]:
     """The given names; for the others, the ends of their paths, as long as needed to be unique."""
     parts = [(source.name,) if source.name else _parts(source.path) for source in sources]
     lengths = [1] * len(parts)

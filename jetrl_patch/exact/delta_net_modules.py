@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.attention import Layout, batch_layout
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.delta_net import delta_net
+from jetrl_patch.exact.sequences import Sequences, batch_sequences
 
 
 class ExactOnePlusNorm:
@@ -70,20 +70,20 @@ class ExactDeltaNet:
             raise ModelError("align='exact' computes whole sequences, but got a cache of states. Pass use_cache=False.")
         B, T, _ = hidden_states.shape
         if cu_seqlens is not None:
-            layout = Layout(None, cu_seqlens.to(torch.int32))
+            sequences = Sequences(None, cu_seqlens.to(torch.int32))
         else:
-            layout = batch_layout(attention_mask, jetrl_positions, (B, T))
+            sequences = batch_sequences(attention_mask, jetrl_positions, (B, T))
         x = hidden_states.flatten(0, 1)
-        x = x if layout.places is None else x[layout.places]
+        x = x if sequences.places is None else x[sequences.places]
         mixed, z, gates = self.project(x)
-        if layout.exceeded is not None:  # some boundaries may be missing; then every result must be NaN
-            mixed = mixed.masked_fill(layout.exceeded, float("nan"))
+        if sequences.exceeded is not None:  # some boundaries may be missing; then every result must be NaN
+            mixed = mixed.masked_fill(sequences.exceeded, float("nan"))
         sizes = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
         weights = (self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
-        core = delta_net(mixed, gates, weights, layout.cu_seqlens, sizes)
+        core = delta_net(mixed, gates, weights, sequences.cu_seqlens, sizes)
         y = self.out_proj(self.norm(core, z.unflatten(1, (self.num_v_heads, -1))).flatten(1))
-        if layout.places is not None:
-            y = y.new_zeros(B * T, y.shape[-1]).index_copy(0, layout.places, y)
+        if sequences.places is not None:
+            y = y.new_zeros(B * T, y.shape[-1]).index_copy(0, sequences.places, y)
         return y.view(B, T, -1)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

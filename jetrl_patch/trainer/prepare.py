@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch import session
-from jetrl_patch.adapters.transformers.attention import NAME, ExactLatentAttention, round_embeddings
-from jetrl_patch.adapters.transformers.delta_net import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm, pass_positions
-from jetrl_patch.adapters.transformers.fused import fuse, rotate_together
 from jetrl_patch.backends import choose_backend
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.config.formats import Format
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import latent, modules, ops, tower
-from jetrl_patch.exact.modules import check_family, swap
+from jetrl_patch.exact import latent, modules, tower
+from jetrl_patch.exact.delta_net_modules import ExactDeltaNet, ExactGatedNorm, ExactOnePlusNorm, pass_positions
+from jetrl_patch.exact.head import check_head, widen_head
+from jetrl_patch.exact.hf_attention import NAME, ExactLatentAttention, round_embeddings
+from jetrl_patch.exact.modules import check_family
 from jetrl_patch.exact.trial import choose_ops
 from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
 from jetrl_patch.fp8.experts import experts_forward
-from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.fp8.lora import Fp8LoraLinear
+from jetrl_patch.fp8.fused import fuse, rotate_together
 from jetrl_patch.models.families import ABSORBED, covering, record_of
 from jetrl_patch.models.family import DROPOUTS
 from jetrl_patch.models.layers import cut_words, in_tower, is_row_parallel
@@ -57,82 +53,6 @@ def _require_registered(registered: Collection[str], name: str, what: str) -> No
             f"the {what} {name!r} is not registered with transformers in this process. Call jetrl_patch.enable() before the "
             "model is prepared."
         )
-
-
-# ---- ``head_dtype="float32"``: the trainer's ``lm_head`` in FP32 ---------------------------------
-# The rollout holds the head in the run's 16-bit dtype. So the trainer first rounds hidden states and weights to that dtype, and
-# then multiplies in FP32. Both sides have the same operands, and logits are never rounded to 16 bits.
-
-class Fp32Head:
-    """Computes FP32 logits ``[..., V]`` from hidden states ``[..., K]``, with autocast off."""
-
-    weight: Tensor
-    bias: Tensor | None
-    jetrl_dtype: torch.dtype
-
-    def forward(self, input: Tensor) -> Tensor:
-        rounded = self.jetrl_dtype
-        with torch.autocast(input.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(rounded).float()
-            return F.linear(input.to(rounded).float(), self.weight.to(rounded).float(), bias)
-
-
-class ExactFp32Head:
-    """``Fp32Head`` with a batch-invariant GEMM."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, input: Tensor) -> Tensor:
-        logits = ops.head_linear_fp32(input, self.weight)
-        return logits if self.bias is None else logits + self.bias.to(torch.bfloat16).float()
-
-
-def check_head(model: Any) -> None:
-    """Raise ModelError if ``lm_head`` is not a plain ``nn.Linear``."""
-    head = getattr(model, "lm_head", None)
-    if not isinstance(head, nn.Linear):
-        found, fix = f"{type(head).__name__} in {type(model).__name__}", "leave head_dtype at 'auto' for this model"
-        raise ModelError(explain("head_dtype='float32'", required="an lm_head that is an nn.Linear", found=found, fix=fix))
-
-
-def widen_head(model: Any, config: Config) -> None:
-    """Give ``model.lm_head`` an FP32 forward, in place. Raises ModelError if there is none."""
-    check_head(model)
-    swap(model.lm_head, ExactFp32Head if config.exact else Fp32Head)
-    model.lm_head.jetrl_dtype = getattr(torch, config.compute_dtype)
-
-
-# ---- The precision guard: move FP8 layers of a running trainer to BF16, in place -----------------
-
-def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
-    """Move layers (``Fp8Linear`` and modules of experts, by name) to BF16, as if ``exclude`` had named them.
-
-    Parameters stay the same objects, so FSDP, ZeRO and the optimizer notice nothing. The layer keeps its FP8 state, which a fused
-    activation before it may still read. With ``exact`` it gets the batch-invariant GEMM of exact mode, with its splits of K,
-    instead of ``nn.Linear``'s. Raises ModelError, before any change, for another layer, or one whose weight FSDP2 gathers in FP8
-    and so has no BF16 value.
-    """
-    for name, layer in layers.items():
-        if experts_of(layer) is not None:
-            continue
-        if type(layer) not in (Fp8Linear, Fp8LoraLinear):
-            raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can leave FP8. Unset guard_sqnr.")
-        weight = getattr(layer.weight, "_local_tensor", layer.weight)
-        if isinstance(weight, (Fp8Shard, Fp8Gathered)):
-            required, found = "a weight that FSDP2 gathers in BF16", "one that FSDP2 gathers as FP8 bytes"
-            fix = "turn fp8_all_gather off, or leave guard_sqnr unset"
-            raise ModelError(explain(f"taking {name} out of FP8", required=required, found=found, fix=fix))
-    for layer in layers.values():
-        experts = experts_of(layer)
-        if experts is not None:
-            experts.to_bf16(exact)
-            continue
-        splits = layer.fp8.splits
-        layer.__class__ = nn.Linear
-        if exact:
-            modules.swap(layer, modules.ExactLinear)
-            layer.jetrl_splits = splits
 
 
 # ---- Convert a model -----------------------------------------------------------------------------
