@@ -21,12 +21,13 @@ from jetrl_patch.exact.support import Support, placed
 from jetrl_patch.measure.mismatch import mismatch
 from jetrl_patch.sync.send import NamedTensor, SyncStats
 from jetrl_patch.trainer import audit, source
+from jetrl_patch.trainer.server import Server
 from jetrl_patch.trainer.source import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Source", "Support", "compare", "convert", "log_probs", "messages", "receive", "send"]
+__all__ = ["Server", "Source", "Support", "compare", "convert", "log_probs", "messages", "receive", "send"]
 
 
 def convert(model: Any, *, rollout_tp: int = 1, rollout_ep: int = 1, reference: bool = False) -> Source:
@@ -87,11 +88,11 @@ def receive(worker: Any, pairs: Iterable[NamedTensor]) -> None:
 
 
 def send(policy: Source, weights: Mapping[str, Tensor], engine: Any) -> dict[str, float]:
-    """Send the weights to an engine in this process, and drop its cached prefixes.
+    """Send the weights to an engine, and drop its cached prefixes.
 
     Args:
         weights: Hugging Face name -> full weight, such as ``model.state_dict()``.
-        engine: a ``vllm.LLM`` with one rank, built under ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+        engine: a ``vllm.LLM`` with one rank, built under ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, or a ``Server``.
 
     Returns the figures of the sync and of the step that it ends: ``jetrl/sync_bytes``, ``jetrl/scale/...``.
 
@@ -101,7 +102,11 @@ def send(policy: Source, weights: Mapping[str, Tensor], engine: Any) -> dict[str
         PrecisionError: the monitor's thresholds say that the run must stop.
     """
     start, stats = time.perf_counter(), SyncStats()
-    registry.rollout().install(engine, messages(policy, weights, stats))
+    found = messages(policy, weights, stats)
+    if isinstance(engine, Server):
+        engine.install(found)
+    else:
+        registry.rollout().install(engine, found)
     report = audit.sync_report(stats, start) | {"monitor": policy.end_sync()}
     return audit.sync_metrics([report])
 

@@ -1,14 +1,16 @@
-"""jetrl_patch's corrections in GRPO: by TRL's own settings, and by the plugin's weights for ``geo-mis``, which TRL lacks.
+"""jetrl_patch's corrections in GRPO: by TRL's own settings, and by the plugin's for ``geo-mis`` and ACR, which TRL lacks.
 
 ``GRPOTrainer`` multiplies the loss of a token by the batch's "importance_sampling_ratio". RLOO has no correction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.trl.state import OLD, ROLLOUT
 from jetrl_patch.config.corrections import AROUND_ONE, CORRECTIONS, around_one, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
@@ -22,6 +24,8 @@ _MODES = {
     "tis": "token_truncate", "mis": "token_mask", "icepop": "token_mask", "seq-tis": "sequence_truncate",
     "seq-mis": "sequence_mask", "geo-mis": "token_truncate",
 }  # fmt: skip
+#: losses that clip the ratio of each token
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def wanted(config: Config) -> dict[str, Any]:
@@ -60,6 +64,12 @@ def problems(args: Any, kind: str, config: Config) -> Iterator[JetrlError]:
         required, fix = "TRL's own correction at its defaults", "drop it, or drop jetrl_patch's correction"
         found = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         yield ConfigError(explain(what, required=required, found=found, fix=fix))
+    if config.acr:
+        settings = {"loss_type": _CLIPPED, "importance_sampling_level": ("token",), "delta": (None,)}
+        if given := [f"{name}={own!r}" for name, allowed in settings.items() if (own := getattr(args, name)) not in allowed]:
+            required = f"loss_type={' or '.join(map(repr, _CLIPPED))}, importance_sampling_level='token' and no delta"
+            fix = "change these, or drop acr"
+            yield ConfigError(explain(f"acr=True with {kind}", required=required, found=", ".join(given), fix=fix))
     if config.correction == "geo-mis" and args.loss_type == "vespo":
         required, fix = "a loss that is multiplied by the weights", "use correction='seq-mis', or another loss_type"
         yield ConfigError(explain(what, required=required, found="loss_type='vespo'", fix=fix))
@@ -91,6 +101,30 @@ def weigh(trainer: Any, batch: dict[str, Any], log_ratio: Any, mask: Any, config
     if config.correction == "geo-mis":
         batch["importance_sampling_ratio"] = correct("geo-mis", log_ratio, mask, config.correction_bounds).weights
     return of_run(in_use(trainer, config), log_ratio, mask)
+
+
+@contextlib.contextmanager
+def clip_of(trainer: Any, batch: dict[str, Any], config: Config) -> Iterator[None]:
+    """While it lasts, the trainer's loss of a batch clips ratios as ACR does, if it is on.
+
+    TRL clamps to 1 - ``epsilon_low`` and 1 + ``epsilon_high``, both numbers or both tensors.
+    """
+    if not config.acr or ROLLOUT not in batch:  # without vLLM there is no ratio
+        yield
+        return
+    import torch
+
+    from jetrl_patch.measure.corrections import acr_upper
+
+    given = trainer.epsilon_low, trainer.epsilon_high
+    ratio = (batch[OLD] - batch[ROLLOUT]).exp()
+    upper = acr_upper(ratio, interval(config.correction, config.correction_bounds)[1], given[1])
+    lower = torch.full_like(upper, 1 - given[0])
+    trainer.epsilon_low, trainer.epsilon_high = 1 - lower, upper - 1  # differences that TRL's own undo without rounding
+    try:
+        yield
+    finally:
+        trainer.epsilon_low, trainer.epsilon_high = given
 
 
 def _bounds(owner: Any) -> tuple[float, float]:

@@ -7,13 +7,10 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.trl import correction, support
-from jetrl_patch.adapters.trl.state import ENGINES, Sampled, kind_of, mode_of, run_of
+from jetrl_patch.adapters.trl.state import ENGINES, OLD, ROLLOUT, Sampled, kind_of, mode_of, run_of
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import sample
-
-#: a batch's log-probs of the rollout [B, C]; RLOO has none
-ROLLOUT = "sampling_per_token_logps"
 
 # ---- While completions are made: the rollout's log-probs are the old ones -------------------------
 # GRPO corrects the mismatch by default, for which ``_generate_and_score_completions`` computes the policy's log-probs of all
@@ -73,8 +70,8 @@ def generate_and_score(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if sampled is not None and ROLLOUT not in found:  # RLOO's
         found[ROLLOUT] = _padded(sampled.log_probs, found["completion_ids"])
     run.unchecked = sampled is not None and sampled.left_out
-    if "old_per_token_logps" in found and ROLLOUT in found and not run.unchecked:
-        log_ratio = found["old_per_token_logps"] - found[ROLLOUT]
+    if OLD in found and ROLLOUT in found and not run.unchecked:
+        log_ratio = found[OLD] - found[ROLLOUT]
         applied = correction.weigh(self, found, log_ratio, _counted(found), session.active_config())
         if applied is not None:
             run.corrected.append(applied)
@@ -123,7 +120,7 @@ def per_token_logps(
         mask = _counted(batch)
         if not run.audit.compare(found[0], batch[ROLLOUT], mask, config):
             log_probs = found[0].detach()
-            batch |= {"old_per_token_logps": log_probs} if "old_logps" not in batch else {"old_logps": (log_probs * mask).sum(1)}
+            batch |= {OLD: log_probs} if "old_logps" not in batch else {"old_logps": (log_probs * mask).sum(1)}
     return found
 
 
@@ -159,6 +156,7 @@ def compute_loss(original: Any, self: Any, model: Any, inputs: dict[str, Any]) -
     if current and run.compares and ROLLOUT in inputs:
         run.checked = inputs
     try:
-        return original(self, model, inputs)
+        with correction.clip_of(self, inputs, session.active_config()):
+            return original(self, model, inputs)
     finally:
         run.checked = run.batch = None

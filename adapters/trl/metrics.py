@@ -31,6 +31,7 @@ def log(original: Any, self: Any, logs: dict[str, float], start_time: float | No
         metrics |= merge(Applied, corrected).as_metrics()
     if synced := [of_sync for report in reports for of_sync in report["synced"]]:
         metrics |= sync_metrics(synced)
+    metrics |= {f"jetrl/{name}": value for name, value in run.loss_scale.figures().items()}
     for name, value in metrics.items():
         self._metrics[mode_of(self)][name].append(float(value))
     original(self, logs, start_time)

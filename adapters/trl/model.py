@@ -105,8 +105,12 @@ def generation_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
     if trainer is not None:
         run = ENGINES[self] = RUNS[trainer]
         settings.check_accelerator(trainer.accelerator, config, run.source is not None and run.source.adapters is not None)
-        if config.quantized_rollout:
+        if config.changes_rollout:
             return_log_probs_unrounded(trainer.accelerator)
+        if config.mode.scales_loss:
+            from jetrl_patch.adapters.trl.loss_scale import watch
+
+            watch(trainer, run.loss_scale)
         run.keeps_log_probs = kwargs.get("logprobs", 0) is None
         kwargs["logprobs"] = kwargs.get("logprobs") or 0
     elif config.changes_rollout:

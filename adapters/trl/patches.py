@@ -89,8 +89,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         _GENERATION, "VLLMGeneration._iter_named_params", sync.iter_named_params,
-        when=lambda config: config.quantized_rollout,
-        reason="TRL loads BF16 weights into the engine one by one; this sends bytes and scales, and checks what arrived",
+        when=lambda config: config.changes_rollout,
+        reason="TRL loads unchecked 16-bit weights into the engine one by one; this sends bytes and scales, and checks them",
         remove_when="TRL's VLLMGeneration.sync_weights takes the function that installs weights as an argument",
     ),
     Patch(

@@ -62,12 +62,12 @@ ACCELERATOR: tuple[Rule, ...] = (
 
 #: paths are those of ``GRPOConfig`` and ``RLOOConfig``, or of a trainer's argument behind "trainer."
 RULES: tuple[Rule, ...] = (
-    Rule("use_vllm", other_than(True), "True, a rollout by vLLM", "set it to True", "quantized"),
+    Rule("use_vllm", other_than(True), "True, a rollout by vLLM", "set it to True", "changed"),
     Rule("vllm_model_impl", other_than("vllm"), "'vllm'", "set it to 'vllm'", "quantized"),
     Rule("model_init_kwargs", _loads_otherwise, f"none but {', '.join(sorted(LOADING))}, and no FP16", "drop the others",
          "quantized"),
-    Rule("fp16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
-    Rule("bf16_full_eval", is_set, "the weights of the training", "set it to False", "quantized"),
+    Rule("fp16_full_eval", is_set, "the weights of the training", "set it to False", "changed"),
+    Rule("bf16_full_eval", is_set, "the weights of the training", "set it to False", "changed"),
     Rule("torch_compile", is_set, "uncompiled layers", "set it to False", "quantized"),
     Rule("use_liger_kernel", is_set, "exact mode's own norm, RoPE and activation", "set it to False", "exact", ConflictError),
     Rule("cast_lm_head_to_fp32", is_set, "the plugin's FP32 lm_head", "use head_dtype='float32'", "quantized", ConflictError),
@@ -81,9 +81,16 @@ RULES: tuple[Rule, ...] = (
     Rule("trainer.rollout_func", is_set, "TRL's own rollout, whose samples the plugin compares", "drop it", "quantized"),
 )  # fmt: skip
 
+_HALF = "FP16 on both sides, by autocast over FP32 weights"
+#: with ``precision="fp16"``
+HALF_RULES: tuple[Rule, ...] = (
+    Rule("fp16", other_than(True), f"True: {_HALF}", "set it to True", "all"),
+    Rule("vllm_mode", other_than("colocate"), f"'colocate' {_UNTESTED}", "set it to 'colocate'", "all"),
+    Rule("model_init_kwargs", lambda value: "float32" not in str(value.get("dtype", "float32")), _HALF, "drop its dtype", "all"),
+)  # fmt: skip
+
 #: settings of the plugin: what TRL has itself, or what the plugin does not do there
 OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "acr": (is_set, "leave it unset"),
     "optimizer_states": (other_than("fp32"), "use TRL's optim"),
     "fp8_all_gather": (is_set, "leave it unset"),
     "sync": (other_than("full"), "leave it unset"),
@@ -103,9 +110,6 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
     for setting, (bad, fix) in OWN.items():
         if bad(value := getattr(config, setting)):
             yield ConfigError(explain(f"{setting} with TRL", required="no such setting", found=repr(value), fix=fix))
-    if config.mode.scales_loss:
-        required, fix = "a precision without a loss scale", "use another precision"
-        yield ConfigError(explain("precision with TRL", required=required, found=repr(config.precision), fix=fix))
     yield from kv_cache_problems(config)
     args = arguments.get("args")
 
@@ -131,11 +135,16 @@ def problems(arguments: Mapping[str, Any], config: Config) -> Iterator[JetrlErro
         owner, _, last = path.rpartition(".")
         return f"{kind}'s {last}" if owner else f"{configuration}'s {last}"
 
-    yield from broken(RULES + deterministic(config, "full_determinism"), select, config, name)
-    if config.quantized_rollout and args is not None:
+    rules = HALF_RULES if config.mode.scales_loss else ()
+    yield from broken(RULES + rules + deterministic(config, "full_determinism"), select, config, name)
+    if config.mode.scales_loss and not str(dtype := getattr(arguments.get("model"), "dtype", "float32")).endswith("float32"):
+        what, fix = f"{kind}'s model with precision={config.precision!r}", "load it in FP32, or pass its name"
+        yield ConfigError(explain(what, required=_HALF, found=f"one in {dtype}", fix=fix))
+    if config.changes_rollout and args is not None:
         theirs = own.__module__.partition(".")[0] in PACKAGES and own.__module__ not in TRAINERS
         if theirs or "unsloth" in sys.modules:  # which replaces TRL's classes by its own
             yield unsupported(f"{own.__module__}.{own.__qualname__}", config)
+    if config.quantized_rollout and args is not None:
         if arguments.get("peft_config") is not None:
             yield from adapter_problems(config, "peft_config")
         yield from _of_model(arguments, config, kind)

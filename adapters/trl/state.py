@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import NotPatchedError, explain
 from jetrl_patch.trainer.audit import Audit
+from jetrl_patch.trainer.precision import LossScale
 from jetrl_patch.trainer.source import Source
 
 if TYPE_CHECKING:
-    from jetrl_patch.adapters.trl.server import Server
     from jetrl_patch.exact.support import Support
+    from jetrl_patch.trainer.server import Server
 
 #: module -> class of each trainer that is patched
 TRAINERS = {"trl.trainer.grpo_trainer": "GRPOTrainer", "trl.trainer.rloo_trainer": "RLOOTrainer"}
+#: keys of a batch: the policy's log-probs before its first update and the rollout's [B, C]. RLOO has neither
+OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Run:
         calls: in ``_generate_and_score_completions``, those of the engine, one for each turn; none if it draws from all.
         drawn: there, what each completion's tokens were drawn from; None if from all tokens.
         batch: the batch in ``_compute_loss``.
+        loss_scale: that of a half-precision run.
         corrected: what the correction did to batches since the last log line, if it has a name here.
         synced: the figures of the weight syncs since the last log line.
     """
@@ -79,6 +83,7 @@ class Run:
     calls: list[Call] = field(default_factory=list)
     drawn: list[Support] | None = None
     batch: dict[str, Any] | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
     corrected: list[Any] = field(default_factory=list)
     synced: list[dict[str, Any]] = field(default_factory=list)
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import loop, session
 from jetrl_patch.adapters.trl import model, settings
-from jetrl_patch.adapters.trl.server import Server
 from jetrl_patch.adapters.trl.state import BUILDING, RUNS, Run, run_of
 from jetrl_patch.fp8.lora import merged_parameters
 from jetrl_patch.patching.patch import replacement
-from jetrl_patch.sync.send import NamedTensor, SyncStats
+from jetrl_patch.sync.send import NamedTensor, SyncStats, half_stream
 from jetrl_patch.trainer.audit import sync_report
+from jetrl_patch.trainer.precision import scales_loss
+from jetrl_patch.trainer.server import Server
 
 
 @replacement
 def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
     """Wrap ``VLLMGeneration._iter_named_params``, whose weights ``sync_weights`` loads into the engine one by one.
 
-    It sends them itself and leaves ``sync_weights`` the rest: waking the engine up, and dropping cached prefixes.
+    It sends a quantized rollout's itself and leaves ``sync_weights`` the rest: waking the engine up, dropping cached prefixes.
     """
     run = run_of(self)
+    if scales_loss():
+        return halved(original(self), run)
     assert run.source is not None, "the policy was converted before its engine was built"
     weights = functools.partial(original, self)
     if adapters := run.source.adapters:
@@ -36,27 +39,27 @@ def iter_named_params(original: Any, self: Any) -> Iterator[NamedTensor]:
 @replacement
 def sync_weights(original: Any, self: Any) -> None:
     """Wrap ``VLLMGeneration.sync_weights``, which for a server goes through the weights twice, first for their shapes."""
-    if self.mode != "server":
+    if self.mode == "server":
+        self._iter_named_params()
+    else:
         original(self)
-        return
-    self._iter_named_params()
-    if self.accelerator.is_main_process:
-        self.vllm_client.reset_prefix_cache()
 
 
 @replacement
 def init_communicator(original: Any, self: Any, device: Any = 0) -> None:
     """Replace ``VLLMClient.init_communicator``, which TRL calls on its main rank: meet the server before the first step."""
-    import torch
+    if (trainer := BUILDING.trainer) is None:
+        raise settings.unsupported(model.caller(), session.active_config())
+    run, setting = RUNS[trainer], "vllm_tensor_parallel_size"
+    place = f"cuda:{device}" if isinstance(device, int) else device
+    run.server = Server(self.base_url, self.group_port, rollout_tp=getattr(run.args, setting), device=place, setting=setting)
 
-    config, trainer = session.active_config(), BUILDING.trainer
-    if trainer is None:
-        raise settings.unsupported(model.caller(), config)
-    run = RUNS[trainer]
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    run.server = Server(self, device, run.args.vllm_tensor_parallel_size, config)
+
+def halved(weights: Iterable[NamedTensor], run: Run) -> Iterator[NamedTensor]:
+    """The weights of a sync in half precision. Raises SyncError for one that does not fit."""
+    start, stats = time.perf_counter(), SyncStats()
+    yield from half_stream(weights, stats)
+    run.synced.append(sync_report(stats, start) | {"monitor": {}})
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def end_in_a_sync(group: int) -> None:
     import os
     import signal
 
-    from jetrl_patch.adapters.trl import server
+    from jetrl_patch.trainer import server
 
     pack = server.pack
 

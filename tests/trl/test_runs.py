@@ -14,7 +14,7 @@ from tests import fp64
 from tests.models import VARIANTS
 from tests.trl import LIMIT, LORA, VERSION, ZERO3, needs_trl, run_python, train
 
-EXACT = {"precision": "fp8-unified"}
+EXACT, HALF = {"precision": "fp8-unified"}, {"precision": "fp16"}
 #: what leaves out tokens, where it is supported
 LIMITS = {"top_p": 0.95, "top_k": 40, "min_p": 0.01} if VERSION and Version(VERSION) >= Version("1.15") else {}
 SCRIPT = str(Path(__file__).with_name("script.py"))
@@ -58,6 +58,7 @@ def test_trls_defaults_are_exact_and_a_checkpoint_keeps_the_settings(tmp_path: P
             assert_exact(json.loads((tmp_path / "log.json").read_text())[-2])
 
 
+@needs_their_head
 @pytest.mark.parametrize("rloo", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_without_vllm_nothing_is_compared(tmp_path: Path, rloo: bool) -> None:
     """A precision that only measures leaves such a run alone: transformers generates, with the trainer's own weights."""
@@ -231,6 +232,36 @@ def test_a_rollout_in_another_precision_is_measured(tmp_path: Path, precision: s
         assert line["jetrl/logp_abs_diff_mean"] == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4)
 
 
+@needs_their_head
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        pytest.param({"beta": 0.04, "lora": LORA}, 1, marks=pytest.mark.slow),
+        ({"fsdp2": {}, "gradient_checkpointing": False}, 2),
+        pytest.param({"deepspeed": {**ZERO3, "bf16": {"enabled": False}, "fp16": {"enabled": True}}}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_half_precision_is_closer_than_bf16(tmp_path: Path, settings: dict[str, Any], ranks: int) -> None:
+    for line in steps_of(train(tmp_path, HALF, {"fp16": True, "max_steps": 2, **settings}, ranks), 2):
+        assert 1e-5 < line["jetrl/logp_abs_diff_mean"] < 3e-3, "BF16 has 0.01"
+        assert line["jetrl/loss_scale"] == 2.0**16 and line["jetrl/skipped_steps"] == 0.0 and line["grad_norm"] > 0
+
+
+@needs_their_head
+def test_skipped_steps_of_a_fused_optimizer_are_counted(tmp_path: Path) -> None:
+    """A loss of 1e6 overflows FP16's gradients, at a scale of 2^16 and many below it. The weights stay as they were."""
+    settings = {"fp16": True, "rloo": True, "beta": 1e6, "learning_rate": 1.0, "num_iterations": 2, "max_steps": 4}
+    found = steps_of(train(tmp_path, HALF, settings), 4)
+    skipped = [line["jetrl/skipped_steps"] for line in found]
+    assert skipped[-1] >= 1 and found[-1]["jetrl/loss_scale"] == 2.0 ** (16 - skipped[-1]), skipped
+
+
+@pytest.mark.slow
+def test_a_weight_that_does_not_fit_stops_the_run(tmp_path: Path) -> None:
+    done = run_python(tmp_path, SCRIPT, json.dumps(HALF), json.dumps({"fp16": True, "change": 1e5}))
+    assert done.returncode == 1 and "SyncError: model.norm.weight has " in done.stderr, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 def test_corrections_that_trl_lacks_and_has(tmp_path: Path) -> None:
     """TRL's own figures confirm the plugin's; ``geo-mis``, whose bounds no sample of this model keeps, drops everything."""
@@ -240,6 +271,8 @@ def test_corrections_that_trl_lacks_and_has(tmp_path: Path) -> None:
         assert line["jetrl/correction_weight_max"] == pytest.approx(1.2) and line["grad_norm"] > 0
         weights = (line["jetrl/correction_weight_mean"], line["sampling/importance_sampling_ratio/mean"])
         assert weights[0] == pytest.approx(weights[1], rel=1e-5)
+    for line in steps_of(train(tmp_path, {**plugin, "acr": True}, {"max_steps": 2, "num_iterations": 2}), 2):
+        assert line["grad_norm"] > 0
     for line in steps_of(train(tmp_path, {"precision": "fp8-rollout", "correction": "geo-mis"}, {"max_steps": 2}), 2):
         assert line["jetrl/masked_fraction"] == 1.0 and line["grad_norm"] == 0.0
 

@@ -45,7 +45,7 @@ def test_a_server_with_two_ranks_and_one_that_dies_in_a_sync(tmp_path: Path) -> 
 
         said = fails(EXACT, server)
         assert "ConfigError: vllm_tensor_parallel_size with the vLLM server at " in said
-        assert "required 2, as the server has, found 1. Set it to 2." in said
+        assert "required 2, as it has, found 1. Set it to 2." in said
         found = "required precision='fp8-rollout', align='', found precision='fp8-unified', align='exact'."
         assert found in fails({"precision": "fp8-rollout"}, server)
         settings = {**server, "vllm_tensor_parallel_size": 2}

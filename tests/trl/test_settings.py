@@ -25,6 +25,8 @@ pytestmark = [needs_trl, pytest.mark.timeout(2 * LIMIT)]
 
 UNIFIED = {"precision": "fp8-unified"}
 LINEAR = {**UNIFIED, "align": "linear"}
+HALF = {"precision": "fp16"}
+TRUNCATED = {"precision": "fp8-rollout", "correction": "tis", "acr": True}
 LIMITS = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
 UNCORRECTED = {"vllm_importance_sampling_correction": False}
 
@@ -134,7 +136,22 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
             ("quantization_config", "ConflictError"), ("rollout_func", "ConfigError"),
         )
     ),
-    ({"precision": "fp16"}, {}, {}, "ConfigError: precision with TRL: required a precision without a loss scale, found 'fp16'."),
+    (HALF, {}, {}, "ConfigError: GRPOConfig's fp16 with precision='fp16', align='none': required True: FP16 on both sides, by "
+     "autocast over FP32 weights, found False. Set it to True."),
+    (HALF, {"fp16": True, "model_init_kwargs": {"dtype": "float32"}}, {"peft_config": 1}, None),
+    *(
+        (HALF, {"fp16": True, name: value}, {}, f"ConfigError: GRPOConfig's {name} with precision='fp16', align='none': ")
+        for name, value in (
+            ("use_vllm", False), ("vllm_mode", "server"), ("model_init_kwargs", {"dtype": "bfloat16"}), ("bf16_full_eval", True),
+        )
+    ),
+    ({"precision": "bf16"}, {"fp16": True, "model_init_kwargs": {"dtype": "bfloat16"}}, {}, None),
+    (TRUNCATED, {}, {}, None),
+    (TRUNCATED, {"delta": 3.0, "importance_sampling_level": "sequence"}, {},
+     "ConfigError: acr=True with GRPOTrainer: required loss_type='grpo' or 'bnpo' or 'dr_grpo' or 'dapo' or 'luspo', "
+     "importance_sampling_level='token' and no delta, found importance_sampling_level='sequence', delta=3.0. Change these, or "
+     "drop acr."),
+    (TRUNCATED, {"loss_type": "cispo"}, {}, "ConfigError: acr=True with GRPOTrainer: required loss_type='grpo' or "),
     ({"precision": "fp8-rollout", "correction": "tis"}, {}, {}, None),
     ({"precision": "fp8-rollout", "correction": "tis"}, {"vllm_importance_sampling_mode": "token_truncate"}, {}, None),
     ({"precision": "fp8-rollout", "correction": "geo-mis"}, {"vllm_importance_sampling_clip_max": 2.0}, {},
@@ -148,7 +165,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] =
     ({"precision": "fp8-rollout"}, {"vllm_importance_sampling_clip_max": 0.5}, {},
      "ConfigError: GRPOConfig's vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max: required bounds"),
     ({"precision": "bf16"}, {"vllm_importance_sampling_clip_max": 0.5}, {}, None),
-    ({"precision": "fp8-rollout", "correction": "tis", "acr": True}, {}, {}, "ConfigError: acr with TRL: required no such"),
     ({**LINEAR, "invariant_scale": 1.5}, {}, {"peft_config": 1}, "ConfigError: invariant_scale with peft_config: required no "),
     (UNIFIED, {"repetition_penalty": 1.1}, {"rloo": True},
      "ConfigError: RLOOConfig's repetition_penalty with precision='fp8-unified', align='exact': "),
@@ -303,3 +319,9 @@ def test_a_trainer_that_nobody_holds_is_forgotten(monkeypatch: pytest.MonkeyPatc
     del trainer
     gc.collect()
     assert held() is None
+
+
+def test_acr_in_trls_own_loss(tmp_path: Path) -> None:
+    """The formula where ratios are truncated, and TIS bit for bit where none is. TRL 1.16 has five losses that clip."""
+    done = run_python(tmp_path, str(Path(__file__).with_name("loss_script.py")))
+    assert done.returncode == 0 and len(done.stdout.split()) == 10, done.stderr[-3000:]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 import jetrl_patch
@@ -14,6 +17,8 @@ from jetrl_patch import loop
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.errors import AuditError, ConfigError, NotPatchedError, SyncError
 from jetrl_patch.measure.parity import Draw, Job
+from tests.trl import CHECKPOINT, LIMIT
+from tests.trl.serving import serving
 
 from .test_exact import prompts_of
 from .test_expert_sync import step
@@ -115,3 +120,31 @@ def test_an_engine_elsewhere_is_refused(checkpoint: Callable[..., str], ranks: i
     engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=parallel, engine_core=object()))
     with pytest.raises(ConfigError, match=rf"loop\.send\(\): required an engine with one rank in this process, found {found}"):
         loop.send(loop.convert(model), model.state_dict(), engine)
+
+
+def test_a_server(tmp_path: Path) -> None:
+    """One sync after another into ``vllm serve``, whose completions come by HTTP."""
+    jetrl_patch.enable(precision="fp8-unified")
+    model, random = load(str(CHECKPOINT)), Random(0)
+    policy, optimizer = loop.convert(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prompts = [[random.randrange(model.config.vocab_size) for _ in range(random.randint(1, 30))] for _ in range(8)]
+    body = {"prompt": prompts, "max_tokens": 20, "ignore_eos": True, "logprobs": 1, "temperature": 0.7, "return_token_ids": True}
+    with serving(tmp_path, JETRL_PRECISION="fp8-unified") as (place, _):
+        url, port = place["vllm_server_base_url"], place["vllm_group_port"]
+        with pytest.raises(ConfigError, match=r"rollout_tp with the vLLM server at .*: required 1, as it has, found 2\."):
+            loop.Server(url, port, rollout_tp=2, device="cpu")
+        server = loop.Server(url, port, device="cpu")
+        for _ in range(2):
+            loop.send(policy, model.state_dict(), server)
+            reply = requests.post(f"{url}/v1/completions", json=body, timeout=LIMIT).json()
+            samples = [
+                SimpleNamespace(prompt=prompt, response=answer["token_ids"], log_probs=answer["logprobs"]["token_logprobs"])
+                for prompt, answer in zip(prompts, reply["choices"], strict=True)
+            ]
+            ids, seen, sampled, mask = padded(samples, left=True)
+            found = loop.log_probs(model, ids, seen, 0.7)
+            compared = loop.compare(found, sampled, mask)
+            assert compared["jetrl/bit_equal_fraction"] == 1.0 and compared["jetrl/tokens"] == 160
+            optimizer.zero_grad()
+            (found * mask).sum().backward()
+            optimizer.step()

@@ -1,4 +1,4 @@
-"""vLLM's server as the rollout: orders go through its ``/collective_rpc``, bytes over a group of trainer and workers."""
+"""A vLLM server as the rollout: orders go through its ``/collective_rpc``, bytes over a group of the trainer and the workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from jetrl_patch import registry, session
-from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
 from jetrl_patch.sync.orders import POLL, Group, GroupWire, Task, encode, send_all
 from jetrl_patch.sync.protocol import as_sync_error, silent
@@ -44,18 +43,31 @@ class Orders:
             answers: list[Any] = started.result()  # a worker that has failed does not join the trainer's part
         return answers
 
-    def _post(self, order: str) -> list[Any]:
-        import requests  # TRL's client retries what the server has answered with an error, and an order must not come twice
+    def world_size(self) -> int:
+        """The ranks of all its engines."""
+        return int(self._call("GET", "get_world_size")["world_size"])
 
-        body: dict[str, Any] = {"method": "jetrl_order", "args": [order], "timeout": self.timeout}
-        reply = requests.post(f"{self.url}/collective_rpc", json=body, timeout=2 * self.timeout)
-        if reply.status_code != 200:
-            raise self._refused(reply.status_code, reply.text)
-        answers = reply.json()["results"]
+    def drop_prefixes(self) -> None:
+        """Have it drop its cached prefixes."""
+        self._call("POST", "reset_prefix_cache")
+
+    def _post(self, order: str) -> list[Any]:
+        body = {"method": "jetrl_order", "args": [order], "timeout": self.timeout}
+        answers = self._call("POST", "collective_rpc", json=body)["results"]
         for answer in answers:
             if "error" in answer:
                 raise as_sync_error(RuntimeError(answer["error"]))
         return [answer["answer"] for answer in answers]
+
+    def _call(self, method: str, endpoint: str, **body: Any) -> dict[str, Any]:
+        """What a development endpoint replies; empty without a body. It is called once: an order must not come twice."""
+        import requests
+
+        reply = requests.request(method, f"{self.url}/{endpoint}", timeout=2 * self.timeout, **body)
+        if reply.status_code != 200:
+            raise self._refused(reply.status_code, reply.text)
+        found: dict[str, Any] = reply.json() if reply.content else {}
+        return found
 
     def _refused(self, status: int, text: str) -> JetrlError:
         what, fix = f"the vLLM server at {self.url}", _START.format(session.active_config().precision)
@@ -66,30 +78,40 @@ class Orders:
 
 
 class Server:
-    """A server with the plugin, and the group that brings it weights.
+    """A ``vllm serve`` that was started with jetrl_patch, and the group that brings it weights.
+
+    Args:
+        url: where it listens, "http://host:8000" for instance.
+        port: a free port of this machine, at which the server's workers join the trainer's group.
+        rollout_tp: its tensor-parallel size, as in ``convert``.
+        device: that of the weights: "cuda" with NCCL, "cpu" with gloo.
+        setting: the user's name of ``rollout_tp``, for messages.
 
     Raises:
-        ConfigError: it has no development endpoints, several engines, or another tensor-parallel size than the settings say.
+        ConfigError: it has no development endpoints, several engines, or another tensor-parallel size.
         NotPatchedError: it does not have the plugin. ConflictError: its settings differ.
         SyncError: its workers do not come into the group.
     """
 
-    def __init__(self, client: Any, device: Any, tensor_parallel: int, config: Config) -> None:
+    def __init__(self, url: str, port: int, *, rollout_tp: int = 1, device: Any = "cuda", setting: str = "rollout_tp") -> None:
+        import torch
         from vllm.utils.network_utils import get_ip
 
-        self._orders = Orders(client.base_url, config.sync_timeout)
-        self._config, self._device = config, device
+        self._config, self._device = session.active_config(), torch.device(device)
         self._version: int | None = None
-        workers, size = self._begin(), client.get_world_size()
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._orders = Orders(url.rstrip("/"), self._config.sync_timeout)
+        workers, size = self._begin(), self._orders.world_size()
         if workers != size:
             required, fix = "one engine", "start it without --data-parallel-size"
             raise ConfigError(explain(self._name(), required=required, found=f"{size} ranks, {workers} of which answer", fix=fix))
-        if workers != tensor_parallel:
-            what, found = f"vllm_tensor_parallel_size with {self._name()}", f"{tensor_parallel}"
-            raise ConfigError(explain(what, required=f"{workers}, as the server has", found=found, fix=f"set it to {workers}"))
-        place = {"host": get_ip(), "port": client.group_port, "size": 1 + workers}
+        if workers != rollout_tp:
+            what, fix = f"{setting} with {self._name()}", f"set it to {workers}"
+            raise ConfigError(explain(what, required=f"{workers}, as it has", found=str(rollout_tp), fix=fix))
+        place = {"host": get_ip(), "port": port, "size": 1 + workers}
         joining = self._orders.start(encode("join", **place))
-        joined = Task(lambda: registry.rollout().join(place["host"], place["port"], 0, 1 + workers, device))
+        joined = Task(lambda: registry.rollout().join(place["host"], port, 0, 1 + workers, self._device))
         self._orders.wait(joining, joined.ended)
         self._group: Group = joined.result()
 
@@ -103,10 +125,14 @@ class Server:
         return len(workers)
 
     def install(self, messages: Iterable[NamedTensor]) -> None:
-        """Send the messages of a weight sync. Raises SyncError or AuditError; the server then no longer generates."""
+        """Send the messages of a weight sync, and drop the prefixes that the server has cached.
+
+        Raises SyncError or AuditError; the server then no longer generates.
+        """
         self._begin()
         wire = GroupWire(self._orders, functools.partial(self._group.broadcast, src=0))
         send_all(wire, pack(messages, self._device))
         version = 1 + (self._version or 0)
         self._orders.ask("end", version=version)
         self._version = version
+        self._orders.drop_prefixes()
