@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ def engine() -> Iterator[Callable[..., Any]]:
 
     built: list[Any] = []
     _forget_groups()  # of an engine that another test could not build: vLLM would reuse them, without a group for experts
+    gc.freeze()  # vLLM collects garbage four times a test, which would visit all that was imported
 
     def make(job: Any, max_model_len: int = 160) -> Any:
         llm = build_engine(job, max_model_len)
