@@ -22,6 +22,8 @@ from jetrl_patch.patching.patch import NO_REPORT, OnImport, constant
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 _TE = "transformer_engine"
+#: where Megatron-Bridge picks TransformerEngine's layers, although Megatron-Core has local ones
+_PROVIDER = "megatron.bridge.models.gpt_provider"
 _PACKAGES = ("megatron", "mbridge")
 #: modules that verl's engine imports later, while it runs
 _LATER = (
@@ -154,6 +156,21 @@ def _with_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _with_causal_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DotProductAttention.forward``: verl's mask [B, T] is for TransformerEngine; this one takes what to hide."""
+
+    @functools.wraps(original)
+    def call(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if attention_mask is not None:
+            later = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
+            attention_mask = later | ~attention_mask.bool()[:, None, None]
+        return original(self, query, key, value, attention_mask, *args, **kwargs)
+
+    return call
+
+
 def _itself(self: Any, *_: Any, **__: Any) -> Any:
     return self
 
@@ -174,7 +191,8 @@ class _NoTransformerEngine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == _TE else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        vars(module)["__getattr__"] = functools.partial(getattr, _Names("transformer_engine", (), {}))
+        everything = functools.partial(getattr, _Names("transformer_engine", (), {}))
+        vars(module).update(__version__="0.0.0", __getattr__=everything)  # Megatron-Core's version of one that is not installed
 
 
 @contextlib.contextmanager
@@ -201,6 +219,12 @@ def prepare(engine: types.ModuleType, journal: Journal) -> None:
         with _without_transformer_engine():
             importlib.import_module("megatron.bridge")
     record = {"reason": _REASON, "remove_when": HOOK.remove_when}
+    if (provider := sys.modules.get(_PROVIDER)) is not None and not is_installed(_TE):
+        name = "transformer_engine_layer_spec"
+        journal.set_attr(provider, name, provider.local_layer_spec, target=f"{_PROVIDER}.{name}", **record)
+        attention = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
+        masked = _with_causal_mask(attention.forward)
+        journal.set_attr(attention, "forward", masked, target=f"{attention.__module__}.DotProductAttention.forward", **record)
     held = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _PACKAGES and vars(m).get("torch") is torch]
     own = _torch()
 

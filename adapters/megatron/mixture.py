@@ -19,6 +19,8 @@ from megatron.core.parallel_state import (
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from jetrl_patch.fp8.experts import Experts, experts_forward
 
 
 class Router(nn.Module):
-    """Chooses experts: tokens [T, H] -> weights FP32 [T, k] and experts int64 [T, k]."""
+    """Chooses experts: tokens [T, H] -> logits [T, E], weights FP32 [T, k] and experts int64 [T, k]."""
 
     counterpart: ClassVar[str] = "TopKRouter"
     run: ClassVar[Run]
@@ -40,8 +42,9 @@ class Router(nn.Module):
         self.weight = whole_matrix(config, config.num_moe_experts, config.hidden_size)
         self.chosen = config.moe_router_topk
 
-    def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.route(ops.linear(tokens_TH, self.weight), self.chosen, self.run.routing.renormalize)
+    def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = ops.linear(tokens_TH, self.weight)
+        return logits_TE, *ops.route(logits_TE, self.chosen, self.run.routing.renormalize)
 
 
 class SigmoidRouter(Router):
@@ -58,10 +61,45 @@ class SigmoidRouter(Router):
         self.expert_bias = self.expert_bias.float()  # Megatron makes the built model BF16, and loads the checkpoint after that
         return self
 
-    def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         own = self.run.routing
         rule = ops.Sigmoid(self.expert_bias, own.groups, own.kept, own.scale)
-        return ops.route(ops.head_linear_fp32(tokens_TH, self.weight), self.chosen, own.renormalize, rule)
+        logits_TE = ops.head_linear_fp32(tokens_TH, self.weight)
+        return logits_TE, *ops.route(logits_TE, self.chosen, own.renormalize, rule)
+
+
+class _GradientOf(torch.autograd.Function):
+    """Return a tensor unchanged, and let the backward pass reach ``other`` too, with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.zeros = torch.zeros_like(other)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_outputs[0], ctx.zeros
+
+
+class Balance(TopKRouter):
+    """Megatron's load-balancing loss and z-loss of a router's logits. Its weights and its choice of experts are not used.
+
+    Megatron attaches these losses to a router's output: they are no part of the loss, and the backward pass adds their gradients.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, pg_collection=get_default_pg_collection())
+        del self.weight
+
+    @staticmethod
+    def is_on(config: Any) -> bool:
+        """Whether a configuration has one of these losses."""
+        balances = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff
+        return bool(balances or config.moe_z_loss_coeff)
+
+    def forward(self, logits_TE: Tensor, weights_Tk: Tensor) -> Tensor:
+        """The routing weights, with the gradients of the losses behind them."""
+        return _GradientOf.apply(weights_Tk, self.routing(logits_TE.float().unsqueeze(1))[0])
 
 
 class Matrices(nn.Module):
@@ -137,14 +175,23 @@ class Mixture(nn.Module):
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__()
         self.router = bound(SigmoidRouter if self.run.routing.groups else Router, self.run)(config)
+        self.balance = Balance(config) if Balance.is_on(config) else None
         self.experts = Grouped(config, self.run)
         shares = bool(config.moe_shared_expert_intermediate_size)
         self.shared_experts = Shared(config, self.run) if shares else None
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         tokens_TH = hidden_states.flatten(0, -2)
-        found = self.experts(tokens_TH, *self.router(tokens_TH)).view_as(hidden_states)
+        logits_TE, weights_Tk, ids_Tk = self.router(tokens_TH)
+        if self.balance is not None and self.training and torch.is_grad_enabled():
+            weights_Tk = self.balance(logits_TE, weights_Tk)
+        found = self.experts(tokens_TH, weights_Tk, ids_Tk).view_as(hidden_states)
         return found if self.shared_experts is None else found + self.shared_experts(hidden_states)[0], None
+
+    def set_layer_number(self, number: int) -> None:
+        """Megatron says which layer of the model this is, under which it collects a loss."""
+        if self.balance is not None:
+            self.balance.layer_number = number
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -16,13 +16,13 @@ from jetrl_patch.adapters.verl.settings import PROGRAM, chosen, complete, proble
 from jetrl_patch.adapters.verl.settings import TRAINERS as programs
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT, Select, data_files, selector, whole
 from jetrl_patch.config import Config
-from jetrl_patch.config.launches import Layout, Needs, Place, Pool, Saves, Shard
+from jetrl_patch.config.launches import Needs, Place, Pool, Saves, Storage, Stored
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
 
 __all__ = [
-    "asked_for", "chosen", "complete", "layout", "merge", "model_path", "needs", "needs_flash_attn", "problems",
-    "program_problem", "programs", "read", "saves",
+    "asked_for", "chosen", "complete", "merge", "model_path", "needs", "needs_flash_attn", "problems",
+    "program_problem", "programs", "read", "saves", "storage",
 ]  # fmt: skip
 
 _RAY = "ray_kwargs.ray_init"
@@ -47,7 +47,7 @@ def needs(verl_config: Any) -> Needs:
     )
 
 
-def layout(verl_config: Any, config: Config) -> Layout:
+def storage(verl_config: Any, config: Config) -> Storage:
     """Return where verl keeps the policy: FSDP's FP32 masters, gradients and moments per rank. Other engines are unknown."""
     select = selector(verl_config)
     rollout: dict[str, Any] = {
@@ -57,18 +57,18 @@ def layout(verl_config: Any, config: Config) -> Layout:
     }
     strategy, fsdp = select(f"{ACTOR}.strategy"), f"{ACTOR}.fsdp_config"
     if strategy not in ("fsdp", "fsdp2"):
-        return Layout(trainer=f"how {strategy} splits the model is not read", **rollout)
+        return Storage(trainer=f"how {strategy} splits the model is not read", **rollout)
     ranks = max(1, whole(select, "trainer.n_gpus_per_node") * whole(select, "trainer.nnodes"))
     group = whole(select, f"{fsdp}.fsdp_size", -1)
     ranks = group if 0 < group < ranks else ranks
     each = _bytes(select)
     weights = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.param_offload"))
     moments = bool(select(f"{fsdp}.offload_policy") or select(f"{fsdp}.optimizer_offload"))
-    return Layout(
+    return Storage(
         trainer=f"{strategy} over {ranks} rank{'' if ranks == 1 else 's'}",
-        weights=Shard(each, ranks),
-        gradients=Shard(each, ranks),
-        optimizer=Shard(0.0, ranks),
+        weights=Stored(each, ranks),
+        gradients=Stored(each, ranks),
+        optimizer=Stored(0.0, ranks),
         reshards=select(f"{fsdp}.reshard_after_forward") is not False,
         offloaded=("weights", "gradients") * weights + ("optimizer",) * moments,
         **rollout,

@@ -82,12 +82,12 @@ def prepare_model_inputs(original: Any, self: Any, micro_batch: Any) -> Any:
     And tell exact attention how many sequences a packed row has at most: the micro-batch's sequences, one for each padding
     token, and one that a rank's slice may cut.
     """
-    from jetrl_patch.exact import attention
+    from jetrl_patch.exact import sequences
 
     inputs, arguments = original(self, support.with_temperatures(micro_batch))
     positions = inputs.get("position_ids")
     if "pad_size" in arguments and positions is not None:  # verl pads packed rows only
-        attention.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
+        sequences.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
     return inputs, arguments
 
 

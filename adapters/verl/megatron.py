@@ -2,7 +2,8 @@
 
 In exact mode Megatron builds its layers from the plugin's modules (``registry.Parallel``). With ``backend="te"`` it builds them
 from TransformerEngine (``jetrl_patch.backends.transformer_engine``), in ``align="linear"``: with ``fp8=e4m3`` and
-``fp8_recipe=blockwise`` they compute in the same format as the rollout's backend "te".
+``fp8_recipe=blockwise`` they compute in the same format as the rollout's backend "te". If only the rollout is quantized, the
+layers are Megatron's own, in BF16, and a sync quantizes what the bridge exports.
 
 TransformerEngine's FP8 parameters (``fp8_param``) are refused. Megatron initializes their FP32 masters from values that
 TransformerEngine keeps when it creates a parameter. verl 0.9.1 loads the checkpoint after that and never reloads the masters, so
@@ -55,14 +56,25 @@ _FALSE = "set it to false"
 _TRUE = "set it to true"
 _OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
 
-#: with either kind of layers
-_SHARED: tuple[Rule, ...] = (
+#: with any layers, Megatron's own in BF16 included
+_SYNC_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.dtype", other_than("bfloat16", "bf16"), "bfloat16", "set it to bfloat16", "quantized"),
-    Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "a bridge's export", _TRUE, "quantized"),
-    Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError),
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
+)  # fmt: skip
+#: with layers in FP8, the plugin's or TransformerEngine's
+_FP8_RULES: tuple[Rule, ...] = (
+    Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
+    Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
+)  # fmt: skip
+#: with Megatron's own layers, if only the rollout is quantized
+_BF16_RULES: tuple[Rule, ...] = tuple(
+    Rule(path, is_set, "BF16 in the trainer", f"remove it, or use precision={WITH_TE['precision']!r}", "quantized", ConflictError)
+    for path in (
+        f"{LAYERS}.fp8", f"{LAYERS}.fp4", f"{LAYERS}.fp8_param", f"{MEGATRON}.override_ddp_config.fp8_param_gather",
+        f"{_OPTIMIZER}.fp8_recipe",
+    )
 )  # fmt: skip
 _TE_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, "a model without experts", "set it to 1", "quantized"),
@@ -86,13 +98,12 @@ _EXACT_RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_distributed_optimizer", lambda value: not value, _EXPORT, _TRUE, "exact"),
     Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "Megatron's own tensor and pipeline parallelism", _FALSE, "exact"),
     Rule(f"{MEGATRON}.use_dist_checkpointing", is_set, "a Hugging Face checkpoint to start from", _FALSE, "exact"),
-    Rule(f"{MODEL}.use_fused_kernels", is_set, _OWN_HEAD, _FALSE, "exact"),
     Rule("distillation.enabled", is_set, _OWN_HEAD, _FALSE, "exact"),
     Rule("async_training", is_set, _MAIN, "use it", "exact"),
     Rule(f"{MEGATRON}.override_mcore_model_config", bool, "the model in config.json", "set it to {}", "exact"),
 )  # fmt: skip
 
-RULES = (*_SHARED, *_TE_RULES, *_EXACT_RULES)
+RULES = (*_SYNC_RULES, *_FP8_RULES, *_TE_RULES, *_EXACT_RULES)
 
 #: keys of ``override_transformer_config`` that change nothing that exact mode promises: how Megatron recomputes and distributes
 #: layers, and fusions and kernels of modules that the plugin replaces
@@ -105,8 +116,14 @@ _HARMLESS = (
     "deallocate_pipeline_outputs", "batch_p2p_comm", "overlap_p2p_comm", "sequence_parallel", "cp_comm_type",
     "moe_grouped_gemm", "moe_router_dtype", "moe_enable_deepep", "moe_token_dispatcher_type", "moe_shared_expert_overlap",
 )  # fmt: skip
-#: keys of ``override_transformer_config`` that turn off what exact mode does not have -> the values that do
-_OFF = {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0,), "moe_z_loss_coeff": (0,)}
+#: kinds of load-balancing losses that exact mode has; Megatron's other ones need every rank's batch, or route otherwise
+_BALANCING = ("none", "aux_loss", "seq_aux_loss")
+#: losses of routers, which change no bit of a forward pass -> whether exact mode has a value
+_LOSSES: dict[str, Callable[[Any], bool]] = {
+    "moe_router_load_balancing_type": lambda kind: kind in _BALANCING,
+    "moe_aux_loss_coeff": lambda factor: isinstance(factor, (int, float)) and factor >= 0,
+    "moe_z_loss_coeff": lambda factor: isinstance(factor, (int, float)) and factor >= 0,
+}
 #: the same of ``override_ddp_config``
 _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
 
@@ -136,8 +153,8 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", required=required, found=value, fix=fix))
     te = uses_te(config)
-    exact = _EXACT_RULES if config.exact and not te else ()
-    yield from broken((*_SHARED, *(_TE_RULES if te else ()), *exact), select, config, named)
+    exact, kind = _EXACT_RULES if config.exact and not te else (), _FP8_RULES if config.fp8_train else _BF16_RULES
+    yield from broken((*_SYNC_RULES, *kind, *(_TE_RULES if te else ()), *exact), select, config, named)
     if exact:
         yield from _unknown(select)
         yield from _ranks(select)
@@ -151,15 +168,13 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
     linear = " ".join(f"{SETTINGS[name].variable}={value}" for name, value in WITH_TE.items())
     exact = f"{SETTINGS['precision'].variable}={WITH_TE['precision']} {SETTINGS['align'].variable}=exact"
     te = uses_te(config) and {name: getattr(config, name) for name in WITH_TE} == WITH_TE
-    if not te and (uses_te(config) or not config.exact):
+    if not te and (uses_te(config) or (config.fp8_train and not config.exact)):
         align = config.resolved_align if config.fp8_train else config.align or "exact"
         value = f"precision={config.precision!r}, align={align!r}, backend={config.backend!r}"
         required = "align='exact', whose layers are the plugin's, or align='linear' with backend='te', TransformerEngine's"
         yield value, f"precision={WITH_TE['precision']!r} and {required}", value, f"set {exact}, or {linear}, or strategy=fsdp2"
-    if config.sync == "delta":
-        yield "sync='delta'", "sync='full' (untested with Megatron's export)", "'delta'", "drop sync, or set strategy=fsdp2"
-    if not config.fp8_train:
-        return
+    if config.sync == "delta" and te:
+        yield "sync='delta'", "sync='full' (untested with TransformerEngine)", "'delta'", "drop sync, or set strategy=fsdp2"
     for name in _ONE_FOR_ALL:
         value = getattr(config, name)
         if value != SETTINGS[name].default:
@@ -181,7 +196,7 @@ def _unknown(select: Select) -> Iterator[JetrlError]:
     for section, harmless in {"override_transformer_config": _HARMLESS, "override_ddp_config": _HARMLESS_DDP}.items():
         given = [(select(f"{role}.megatron.{section}") or {}).items() for role in (ACTOR, REF)]
         others = [(key, value) for key, value in itertools.chain(*given) if key not in harmless and value is not None]
-        found = {str(key): value for key, value in others if value not in _OFF.get(key, ())}
+        found = {str(key): value for key, value in others if not (key in _LOSSES and _LOSSES[key](value))}
         if found:
             what, words = f"{named(f'{MEGATRON}.{section}')} with exact mode", ", ".join(f"{k}={v!r}" for k, v in found.items())
             required, fix = "keys that exact mode knows to change no bit", f"remove {' and '.join(found)}, or set strategy=fsdp2"
@@ -221,6 +236,8 @@ def _missing(te: bool, vanilla: bool) -> VersionError | None:
 
 def wanted(select: Select, config: Config) -> dict[str, Any]:
     """Return the verl settings that FP8 training needs: path -> value."""
+    if not config.fp8_train:
+        return {}
     packed = f"{MODEL}.use_remove_padding"  # verl supports FP8 only with packed sequences, and exact attention takes no others
     values: dict[str, Any] = {packed: True}
     own = {"fp8": "e4m3", "fp8_recipe": "blockwise"} if uses_te(config) else dict.fromkeys(NEEDS_TE, False)
@@ -255,7 +272,7 @@ class Sizes(NamedTuple):
 
 
 def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
-    """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers.
+    """Check that the 128x128 blocks of Megatron's merged matrices are those of the rollout's layers, if the trainer has such.
 
     ``linear_qkv`` interleaves the heads of q, k and v. ``linear_fc1`` stacks gate on up, on each rank. Raises ModelError if the
     family is unsupported, if a block would contain rows of two layers (the error names all such widths), if exact mode's
@@ -264,13 +281,21 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
     if getattr(hf_config, "model_type", None) not in covering("megatron"):
         required, found = f"one of {', '.join(covering('megatron'))}", uncovered(hf_config, "megatron")
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix="set strategy=fsdp2"))
+    mixture = expert_sizes(hf_config)
+    if mixture and not config.exact:
+        required = "align='exact', whose experts are the plugin's"
+        fix = f"set precision={WITH_TE['precision']!r} and align='exact', or strategy=fsdp2"
+        found = f"precision={config.precision!r}, align={config.resolved_align!r}"
+        raise ModelError(explain("a mixture of experts in Megatron", required=required, found=found, fix=fix))
+    if not config.fp8_train:
+        return
     wrong = list(_cut_widths(hf_config, sizes.tp))
     if wrong:
         required = "heads and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers or two ranks"
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
-    if mixture := expert_sizes(hf_config):
-        _check_mixture(mixture[0], sizes, config)
+    if mixture:
+        _check_mixture(mixture[0], sizes)
     if has_latent_attention(hf_config) and (sizes.cp > 1 or sizes.old_bridge):  # its one key head has no part for each rank
         required, fix = "Megatron-Bridge and no context parallelism", "set both, or strategy=fsdp2"
         found = f"vanilla_mbridge={sizes.old_bridge}, context_parallel_size={sizes.cp}"
@@ -302,11 +327,8 @@ def _cut_widths(hf_config: Any, tp: int) -> Iterator[str]:
         yield f"{number} shared experts of {experts} over {tp} ranks"
 
 
-def _check_mixture(experts: int, sizes: Sizes, config: Config) -> None:
+def _check_mixture(experts: int, sizes: Sizes) -> None:
     what = "a mixture of experts in Megatron"
-    if not config.exact:
-        required, fix = "align='exact', whose experts are the plugin's", "set it, or strategy=fsdp2"
-        raise ModelError(explain(what, required=required, found=f"align={config.resolved_align!r}", fix=fix))
     if sizes.expert_tp > 1:
         found, fix = str(sizes.expert_tp), "set megatron.expert_tensor_parallel_size=1"
         raise ModelError(explain(what, required="whole experts on each rank", found=f"{found} ranks for each", fix=fix))

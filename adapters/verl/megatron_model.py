@@ -13,20 +13,17 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jetrl_patch import registry, session
 from jetrl_patch.adapters.verl import megatron, support
-from jetrl_patch.adapters.verl.logprob import ban, banned_columns
 from jetrl_patch.adapters.verl.state import RECORD, WORKER, Prepared
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.patching.patch import replacement
+from jetrl_patch.sync.delta import Sent
 from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +35,7 @@ _BLOCK = re.compile(r"(^|\.)layers\.\d+$")
 
 @dataclass(kw_only=True, eq=False)
 class MegatronSource(Prepared):
-    """A Megatron model with BF16 parameters, whose layers are the plugin's or TransformerEngine's.
+    """A Megatron model with BF16 parameters, whose layers are the plugin's, TransformerEngine's or Megatron's own.
 
     Attributes:
         tied: names tied to another tensor. A bridge may send them or not; the rollout ties them itself.
@@ -59,7 +56,7 @@ class MegatronSource(Prepared):
         quantize = self.quantize if self.terms.backend == "te" else None
         return quantized_stream(
             self._untied(weights), terms=self.terms, layers=self.layers, shapes=self.shapes, stats=stats, quantize=quantize,
-            fp32=self.stored,
+            fp32=self.stored, base=self.base,
         )  # fmt: skip
 
     def _untied(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -101,8 +98,9 @@ def build_tf_config(original: Any, self: Any) -> None:
     hf_config = self.model_config.hf_config
     _check_model(self, hf_config, config)
     service, own = registry.parallel(), self.tf_config if self.provider is None else self.provider
-    if found := balancing(own):
-        logger.warning("jetrl_patch: exact mode does not balance the load of experts, so %s of the bridge has no effect", found)
+    if rate := bias_rate(own):
+        words = "jetrl_patch: exact mode keeps the correction bias of routers, so the bridge's %s=%g has no effect"
+        logger.warning(words, "moe_router_bias_update_rate", rate)
     for name, value in service.settings(hf_config).items():
         setattr(own, name, value)
     ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
@@ -114,17 +112,11 @@ def build_tf_config(original: Any, self: Any) -> None:
     self.bridge.has_vp_stage = True  # mbridge sets it in the method that this replaces
 
 
-def balancing(tf_config: Any) -> str:
-    """What of a bridge's configuration would balance the load of experts, in words. The driver refuses a user's settings."""
-    if not tf_config.num_moe_experts:
-        return ""
-    by_loss = tf_config.moe_router_load_balancing_type != "none" and tf_config.moe_aux_loss_coeff
-    on = {
-        "moe_aux_loss_coeff": by_loss,
-        "moe_z_loss_coeff": tf_config.moe_z_loss_coeff,
-        "moe_router_bias_update_rate": tf_config.moe_router_enable_expert_bias and tf_config.moe_router_bias_update_rate,
-    }
-    return " and ".join(f"{name}={value}" for name, value in on.items() if value)
+def bias_rate(tf_config: Any) -> float:
+    """By how much a bridge's configuration would move the routers' bias in each step. The driver refuses a user's setting."""
+    moves = tf_config.num_moe_experts and tf_config.moe_router_enable_expert_bias
+    return float(tf_config.moe_router_bias_update_rate) if moves else 0.0
+
 
 
 @replacement
@@ -132,7 +124,8 @@ def build_megatron_module(original: Any, self: Any) -> Any:
     """Wrap ``MegatronEngine._build_megatron_module``: finish or check the model, and keep what the sync needs."""
     module, config = original(self), session.active_config()
     if _trains(self, config):
-        prepared = prepare_exact(self, module, config) if config.exact else prepare_te(self, module, config)
+        make = prepare_exact if config.exact else prepare_te if config.fp8_train else prepare_bf16
+        prepared = make(self, module, config)
         staged = int(self.engine_config.pipeline_model_parallel_size) > 1
         _check_layers(module, self.model_config.hf_config, staged)
         session.register(layers=prepared.layers, backend=prepared.terms.backend, attention=prepared.terms.attention)
@@ -177,6 +170,13 @@ def prepare_te(engine: Any, chunks: list[Any], config: Config) -> MegatronSource
     return announce(hf_config, config, "te")
 
 
+def prepare_bf16(engine: Any, _: list[Any], config: Config) -> MegatronSource:
+    """What the weight sync sends of a model in BF16, whose rollout alone is quantized. Raises ModelError for other families."""
+    hf_config = engine.model_config.hf_config
+    _check_model(engine, hf_config, config)
+    return announce(hf_config, config, "")
+
+
 def announce(hf_config: Any, config: Config, backend: str, attention: str = "") -> MegatronSource:
     """Describe a sync from the model's Hugging Face configuration: its FP8 layers and the shapes of all tensors."""
     import torch
@@ -200,6 +200,7 @@ def announce(hf_config: Any, config: Config, backend: str, attention: str = "") 
         tied=tied,
         shared=next(name for name, weight in model.named_parameters() if weight is embedding) if ties else "",
         stored=frozenset(stored_buffers(model)),
+        base=Sent() if config.sync == "delta" else None,
     )
 
 
@@ -224,40 +225,7 @@ def _check_built(tf_config: Any) -> None:
         raise ModelError(explain("the TransformerConfig of Megatron's model", required=str(BUILT), found=str(have), fix=fix))
 
 
-# ---- Log-probs in exact mode, from logits whose vocabulary is split over the ranks ----
-
-@replacement
-def logits_processor(
-    original: Any, self: Any, logits: Tensor, label: Tensor, temperature: Tensor, *, batch: Any, calculate_sum_pi_squared: bool,
-    calculate_entropy: bool, **kwargs: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Wrap ``MegatronEngineWithLMHead._lm_head_logits_processor``: logits [1, T, V / ranks], labels and temperatures [1, T].
-
-    Log-probs, entropies and sums of squares are those of the distributions that were sampled from, from blocks of rows with the
-    whole vocabulary. Distillation is refused in the driver.
-    """
-    from megatron.core import parallel_state
-
-    from jetrl_patch.exact.logprob import chained, entropy, token_log_probs
-    from jetrl_patch.exact.vocabulary import collision, summed, whole_vocabulary
-
-    prepared = RECORD.get(self)
-    if prepared is None:
-        sums = {"calculate_sum_pi_squared": calculate_sum_pi_squared, "calculate_entropy": calculate_entropy}
-        return original(self, logits, label, temperature, batch=batch, **sums, **kwargs)
-    temperature = temperature.float().clamp(min=1e-8).unsqueeze(-1)
-    group, width = parallel_state.get_tensor_model_parallel_group(), int(self.model_config.hf_config.vocab_size)
-    outside = banned_columns(label.new_empty(width), prepared.vocabulary, prepared.banned)
-    edit = chained(whole_vocabulary(group, width, logits.dtype), lambda block, rows: ban(block, outside))
-    drawn = support.of_rows(batch, (*logits.shape[:-1], width), multiple=group.size())
-    edit = edit if drawn is None else chained(edit, drawn.edit)
-    found = {"log_probs": token_log_probs(logits, label, temperature, edit=edit)}
-    if calculate_sum_pi_squared:
-        found["sum_pi_squared"] = summed(logits, temperature, edit, collision)
-    if calculate_entropy:
-        found["entropy"] = summed(logits, temperature, edit, entropy)
-    return found
-
+# ---- Run the model -------------------------------------------------------------------------------
 
 @replacement
 def forward_backward_batch(original: Any, self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from jetrl_patch.adapters.verl import checkpoint, megatron_model, model, sync
+from jetrl_patch.adapters.verl import checkpoint, megatron_logprob, megatron_model, model, sync
 from jetrl_patch.registry import Patch
 
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
+_FORWARD = "verl.models.mcore.model_forward_fused"
+_FUSED = "verl's Megatron engine takes the function that computes log-probs from hidden states as an argument"
 _CHECKPOINT = "verl.utils.checkpoint.megatron_checkpoint_manager"
 
 #: applied only if Megatron is installed, because verl's engine cannot be imported without it
@@ -22,11 +24,24 @@ MEGATRON: tuple[Patch, ...] = (
         remove_when="verl's MegatronEngine._build_megatron_module has a hook for the built model",
     ),
     Patch(
-        _ENGINE, "MegatronEngineWithLMHead._lm_head_logits_processor", megatron_model.logits_processor,
+        _ENGINE, "MegatronEngineWithLMHead._lm_head_logits_processor", megatron_logprob.logits_processor,
         when=lambda config: config.exact,
         reason="verl divides BF16 logits in place, ignores the tokens that it bans in vLLM, and adds each rank's exponentials",
         remove_when="verl's _lm_head_logits_processor computes the log-softmax that vLLM's sampler computes, over the gathered "
         "vocabulary",
+    ),
+    Patch(
+        _ENGINE, "MegatronEngineWithLMHead.forward_step", megatron_logprob.forward_step,
+        when=lambda config: config.exact,
+        reason="verl passes its fused kernels nothing but tensors, so they cannot know which tokens the rollout cannot sample",
+        remove_when=_FUSED,
+    ),
+    Patch(
+        _FORWARD, "linear_cross_entropy", megatron_logprob.linear_cross_entropy,
+        when=lambda config: config.exact,
+        reason="verl's fused kernel multiplies in tiles, adds each rank's exponentials, and ignores the tokens that verl bans in "
+        "vLLM",
+        remove_when=_FUSED,
     ),
     Patch(
         _ENGINE, "MegatronEngine.forward_backward_batch", megatron_model.forward_backward_batch,

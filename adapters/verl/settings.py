@@ -295,7 +295,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     if runs(megatron.STRATEGY, select, config):
         wanted |= megatron.wanted(select, config)
     fused = logprob.is_used(select, config)
-    if fused:
+    if fused and not runs(megatron.STRATEGY, select, config):
         wanted[logprob.IMPLEMENTATION] = "torch"  # only this implementation calls ``FusedLinearForPPO``
     wanted |= lora.wanted(select, config)
     wanted |= correction_settings(verl_config, config)

@@ -32,10 +32,8 @@ def select_of(select: Select) -> support.Select:
 
 def unfollowed(select: Select) -> dict[str, bool]:
     """What the trainer needs to follow how each sample was drawn -> whether it is missing."""
-    context = f"{ACTOR}.megatron.context_parallel_size"
     return {
         f"{ACTOR}.strategy=fsdp, fsdp2 or megatron": select(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2", "megatron"),
-        f"{context}=1": select(f"{ACTOR}.strategy") == "megatron" and int(select(context) or 1) > 1,
         f"{MODEL}.use_fused_kernels=False": bool(select(f"{MODEL}.use_fused_kernels")),
     }
 
@@ -67,13 +65,12 @@ def extract_prompt_logprobs(original: Any, output: Any, num_prompt_logprobs: Any
         result_dict[support.KEY] = found.pack()
 
 
-def of_rows(micro_batch: Any, shape: Sequence[int], multiple: int = 1) -> Support | None:
+def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
     """What the tokens that the rows of logits predict were drawn from; None if every one was drawn from all tokens.
 
     Args:
         shape: of the logits: [B, T, V] if samples are padded, else [1, T, V] or [T, V] with padding behind the last sample. Of
             ranks that share sequences each has T of all rows.
-        multiple: to which each sample of a packed row is padded.
 
     Raises AuditError if a sample has fewer supports than tokens of its response, or brings an error of its agent loop.
     """
@@ -86,7 +83,7 @@ def of_rows(micro_batch: Any, shape: Sequence[int], multiple: int = 1) -> Suppor
         return None
     *batch, width, _ = shape
     padded = batch and batch[0] > 1
-    pieces = _pieces(given, _lengths(micro_batch), width if padded else multiple)
+    pieces = _pieces(given, _lengths(micro_batch), width if padded else 1)
     rows, ranks = math.prod(shape[:-1]), get_ulysses_sequence_parallel_world_size()
     found = placed(pieces, rows * ranks)
     if ranks > 1:

@@ -15,7 +15,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConflictError, NotPatchedError, SyncError, explain
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.delta import held_by
-from jetrl_patch.sync.send import SyncStats, fp16_stream
+from jetrl_patch.sync.send import SyncStats, half_stream
 from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.audit import sync_report
 from jetrl_patch.trainer.precision import scales_loss
@@ -125,7 +125,7 @@ def get_per_tensor_param(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     weights, peft = original(self, *args, **kwargs)
     stats = WORKER.stats = SyncStats()
     if scales_loss():
-        return until_broken(fp16_stream(weights, stats)), peft
+        return until_broken(half_stream(weights, stats)), peft
     if not session.active_config().quantized_rollout:
         return until_broken(counted(weights, stats)), peft
     prepared = RECORD.get(self)

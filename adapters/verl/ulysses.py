@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from jetrl_patch import registry, session
+from jetrl_patch import session
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ULYSSES, Select, named, whole
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.models.structure import has_delta_nets, has_latent_attention, is_vision_language
@@ -23,7 +23,7 @@ _REMOVE = f"{MODEL}.use_remove_padding"
 
 
 class Exchange:
-    """The all-to-all of one engine's group, as ``registry.Exchange`` describes it; verl's own functions compute it."""
+    """The all-to-all of one engine's group, a ``sequence_parallel.Exchange``; verl's own functions compute it."""
 
     def __init__(self, group: Any, size: int) -> None:
         self.group, self.size = group, size
@@ -55,7 +55,9 @@ def share(module: Any, engine: Any) -> None:
     """Give a model its engine's all-to-all, before verl wraps it. Flash attention keeps verl's own."""
     size = engine.ulysses_sequence_parallel_size
     if size > 1 and "flash" not in str(module.config._attn_implementation):
-        registry.models().share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
+        from jetrl_patch.exact.sequence_parallel import share_sequences
+
+        share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
 
 
 @replacement

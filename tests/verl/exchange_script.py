@@ -19,10 +19,10 @@ import torch.distributed as dist
 from verl.utils import ulysses as verl_ulysses
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.config import Config
 from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.trainer.prepare import prepare_model
 from tests.fp8.thresholds import sqnr
 from tests.models import VARIANTS, build
 

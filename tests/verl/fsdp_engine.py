@@ -24,8 +24,8 @@ def build(
         model_type="language_model",
         backend=strategy,
         model_config=HFModelConfig(
-            path=model_dir, use_remove_padding=True, load_tokenizer=False,
-            override_config={"attn_implementation": "sdpa"}, **{"enable_gradient_checkpointing": False, **(model or {})},
+            path=model_dir, use_remove_padding=True, override_config={"attn_implementation": "sdpa"},
+            **{"load_tokenizer": False, "enable_gradient_checkpointing": False, **(model or {})},
         ),
         engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **engine),
         optimizer_config=FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": 10, **(optimizer or {})}),

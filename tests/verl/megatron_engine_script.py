@@ -37,7 +37,9 @@ def engine_of(folder: str, given: dict[str, Any]) -> Any:
         backend="megatron",
         model_config=HFModelConfig(path=folder, use_remove_padding=True, enable_gradient_checkpointing=False),
         engine_config=McoreEngineConfig(**sizes, **engine),
-        optimizer_config=McoreOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0, **given.get("optimizer", {})),
+        optimizer_config=McoreOptimizerConfig(
+            **{"lr": 1e-3, "total_training_steps": 10, "lr_warmup_steps": 0, **given.get("optimizer", {})}
+        ),
         checkpoint_config=CheckpointConfig(),
     )
 
@@ -114,8 +116,9 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from jetrl_patch import registry, session
+        from jetrl_patch import session
         from jetrl_patch.adapters.verl.state import WORKER
+        from jetrl_patch.trainer.prepare import prepare_model
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         if pad_row:
@@ -123,7 +126,7 @@ class Reference:
         if state is not None:
             self.model.load_state_dict(fused(state), strict=not self.model.config.tie_word_embeddings)
         ranks = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
-        registry.models().prepare_model(self.model, session.active_config(), device_type="cpu", **ranks)
+        prepare_model(self.model, session.active_config(), device_type="cpu", **ranks)
 
     def log_probs(self, rows: list[Any], temperature: list[float], vocabulary: int, supports: list[Any]) -> list[Any]:
         """FP32 [T - 1] of each row."""
@@ -149,7 +152,40 @@ class Reference:
         """FP32 gradients of the batch's loss."""
         for found in self.log_probs(rows, temperature, vocabulary, supports):
             (-(found * signs(len(found))).sum() / loss_of(rows)).backward()
+        return self.taken()
+
+    def taken(self) -> dict[str, Any]:
+        """FP32 gradients so far."""
         return {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def balance(self, rows: list[Any], layers: dict[str, Any], micro: int) -> dict[str, Any]:
+        """Add the gradients of the routers' losses, which are a mean over micro-batches, and return all.
+
+        The load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4 to 6), for k experts of each token, and the
+        z-loss of ST-MoE (arXiv 2202.08906, eq. 5), for each layer.
+        """
+        import torch
+
+        config, batches = self.model.config, [rows[at : at + micro] for at in range(0, len(rows), micro)]
+        chosen, experts = config.num_experts_per_tok, config.num_experts
+        logits: dict[Any, list[Any]] = {}
+        routers = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
+        hooks = [router.register_forward_hook(lambda at, _, out: logits[at].append(out[0].float())) for router in routers]
+        for batch in batches:
+            logits.update((router, []) for router in routers)
+            for row in batch:
+                self.model(input_ids=row[None], use_cache=False)
+            total = torch.zeros(())
+            for every in map(torch.cat, logits.values()):
+                probabilities = every.softmax(-1)
+                counts = torch.bincount(probabilities.topk(chosen).indices.flatten(), minlength=experts)
+                share = counts / (chosen * len(every))
+                total = total + layers["moe_aux_loss_coeff"] * experts * (share * probabilities.mean(0)).sum()
+                total = total + layers["moe_z_loss_coeff"] * every.logsumexp(-1).square().mean()
+            (total / len(batches)).backward()
+        for hook in hooks:
+            hook.remove()
+        return self.taken()
 
 
 def norm_of(gradients: dict[str, Any]) -> float:
@@ -288,6 +324,10 @@ def main(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         # verl averages over data-parallel ranks
         norm = update(engine, own_batch, loss_function(loss_of(rows) / ranks))
         theirs = reference.gradients(rows, temperature, vocabulary, supports)
+        layers = given.get("engine", {}).get("override_transformer_config", {})
+        if layers.get("moe_aux_loss_coeff"):
+            facts.setdefault("unbalanced", []).append(norm_of(theirs))
+            theirs = reference.balance(rows, layers, given.get("micro", 2))
         facts["norms"].append([norm, norm_of(theirs)])
         if given.get("pad"):
             theirs = Reference(folder, state, pad_row=False).gradients(rows, temperature, vocabulary, supports)

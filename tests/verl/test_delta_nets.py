@@ -129,7 +129,7 @@ def test_a_sequence_in_a_packed_row_begins_with_an_empty_state(monkeypatch: pyte
 def test_an_exact_block_of_verls_gets_the_boundaries_of_a_packed_row() -> None:
     from verl.models.transformers.qwen3_5 import qwen3_5_decoder_layer_forward
 
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
+    from jetrl_patch.trainer.prepare import prepare_model
 
     session.enable(precision="fp8-unified")
     model = vision_models.build("qwen3_5")

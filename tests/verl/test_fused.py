@@ -23,7 +23,7 @@ def model(monkeypatch):
     jetrl_patch.enable(precision="fp8-unified")
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
 
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
+    from jetrl_patch.trainer.prepare import prepare_model
 
     found = build("qwen3")
     unfused = type(found).forward

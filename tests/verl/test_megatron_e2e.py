@@ -10,6 +10,7 @@ import pytest
 
 from tests.megatron import environ, needs_megatron
 from tests.rescore_script import rescore
+from tests.verl import test_delta_runs as delta
 from tests.verl.run_verl import A, M, R, Run, make_task
 from tests.verl.test_async_runs import APART, DUMPER, SAVE, TOGETHER
 from tests.verl.test_latent import END
@@ -26,6 +27,8 @@ def task(tmp_path_factory):
 EXPERTS = [f"{A}.megatron.{kind}={size}" for kind, size in (
     ("tensor_model_parallel_size", 2), ("expert_tensor_parallel_size", 1), ("expert_model_parallel_size", 2),
 )]  # fmt: skip
+#: two ranks with half of the layers each, beside engines of one
+STAGES = (f"{A}.megatron.pipeline_model_parallel_size=2", f"{R}.tensor_model_parallel_size=1")
 #: 1,024 tokens a step
 BATCH = ("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=8")
 
@@ -49,8 +52,9 @@ def steps_of(
 
 
 def test_tensor_parallelism_and_a_reference_model(task):
-    """Old log-probs are not computed again, so the losses compare every token."""
+    """Old log-probs are not computed again, so the losses compare every token. From hidden states, without all logits."""
     extra = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.use_kl_loss=True", f"{R}.temperature=0.7"]
+    extra += [f"{M}.use_fused_kernels=True"]
     found = steps_of(task, *extra, "trainer.use_v1=False", processes=2)
     assert all(step["jetrl/audited_tokens"] == step["jetrl/tokens"] for step in found)
 
@@ -84,9 +88,27 @@ def test_latent_attention(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "size"), [("fp8-rollout", 1.0), ("int8-rollout", 0.55)])
+def test_only_the_rollout_is_quantized(tmp_path, precision, size):
+    """The layers are Megatron's local ones, which take no packed sequences, and which Megatron-Bridge loads for Llama only."""
+    task = make_task(tmp_path, "llama", fill=True, head_dim=128)
+    layers = f"+{A}.megatron.override_transformer_config"
+    extra = [
+        f"{M}.use_remove_padding=False", f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.megatron.sequence_parallel=False",
+        *(f"{layers}.{fusion}=False" for fusion in ("apply_rope_fusion", "persist_layer_norm", "gradient_accumulation_fusion")),
+    ]  # fmt: skip
+    run = Run(
+        task, *BATCH, *extra, strategy="megatron", processes=2, steps=3, environ={"JETRL_PRECISION": precision, **environ()}
+    )
+    assert run.wait(900) == 0, run.failure
+    for step in run.metrics():
+        assert step["jetrl/bit_equal_fraction"] < 0.1 and 1e-3 < step["jetrl/logp_abs_diff_mean"] < 0.5
+        assert step["jetrl/quantized_layers"] == 21 and step["jetrl/sync_bytes"] <= size * step["jetrl/sync_bytes_bf16"]
+
+
+@pytest.mark.slow
 def test_stages(task):
-    extra = [f"{A}.megatron.pipeline_model_parallel_size=2", f"{R}.tensor_model_parallel_size=1"]
-    extra += [f"+{A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=1"]
+    extra = [*STAGES, f"+{A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=1"]
     extra += [f"{A}.megatron.vanilla_mbridge=True"]
     steps_of(task, *extra, processes=2)
 
@@ -112,6 +134,20 @@ def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode
     assert equal == tokens >= 500 and versions >= 3 and late > 0
     for step in run.metrics():
         assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0 and step["jetrl/sync_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [STAGES, APART], ids=["colocated", "apart"])
+def test_delta_syncs_to_an_engine_that_forgets(tmp_path, mode):
+    """Two stages, each with half of the layers, beside their engines; one process, and an engine of its own."""
+    task = delta.add_hook(make_task(tmp_path, fill=True, head_dim=128, num_hidden_layers=4))
+    path = f"{task / 'hook'}:{environ()['PYTHONPATH']}"
+    run = Run(
+        task, delta.RATE, *mode, strategy="megatron", processes=1 if mode is APART else 2, steps=5,
+        environ={**delta.DELTA, "RESTARTS": "3", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert run.wait(900) == 0, run.failure
+    delta.assert_deltas(run.metrics(), {3}, steps=5)
 
 
 #: stops the process that first sends a part of its second sync

@@ -116,7 +116,7 @@ def test_the_real_packages():
     from megatron.core.extensions import transformer_engine as extensions
     from megatron.core.transformer import TransformerConfig
 
-    from jetrl_patch.adapters.verl.model import BUILT
+    from jetrl_patch.adapters.verl.megatron_model import BUILT
     from jetrl_patch.backends import transformer_engine
 
     assert callable(fp8_utils.get_fp8_recipe)

@@ -82,7 +82,6 @@ def test_rows_that_ask_for_greedy_decoding(base, tmp_path, config, kind, more):
 
 REFUSED = [
     (f"{R}.name=sglang", "rollout.name", BF16),
-    ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy", ROLLOUT),
     (f"{R}.tensor_model_parallel_size=4 {R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
@@ -140,7 +139,7 @@ def test_a_value_of_a_wrong_type_is_one_error_and_ends_no_list(base, overrides, 
     found = [message for message in messages if re.search(says, message)]
     assert len(found) == ("engine_kwargs" not in overrides or config is EXACT) and len(messages) == len(found) + 1, messages
     launch.needs(verl_config)
-    launch.layout(verl_config, config)
+    launch.storage(verl_config, config)
 
 
 def test_a_teacher_keeps_its_dtype_when_the_rollout_becomes_fp16(base):

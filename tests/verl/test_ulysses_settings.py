@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.attention import PACKED, packed_sdpa
 from jetrl_patch.adapters.verl import settings, ulysses
 from jetrl_patch.errors import ConfigError, ModelError
+from jetrl_patch.exact.sequence_parallel import PACKED, packed_sdpa
 from tests.fp8.thresholds import SQNR_ATTENTION, sqnr
 from tests.models import build
 from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT

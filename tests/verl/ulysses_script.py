@@ -20,9 +20,9 @@ if __name__ == "__main__":
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.adapters.transformers.prepare import prepare_model
     from jetrl_patch.config import Config
     from jetrl_patch.exact.ops import token_log_probs
+    from jetrl_patch.trainer.prepare import prepare_model
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()

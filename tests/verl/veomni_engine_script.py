@@ -60,7 +60,7 @@ if __name__ == "__main__":
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.veomni import transformer_impl
 
-    from jetrl_patch import registry
+    from jetrl_patch.trainer.prepare import prepare_model
     from tests import vision_models
 
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
     engine = build(forward_only=False)
     if fp8:  # transformers' model with the same layers in FP8
-        registry.models().prepare_model(reference, jetrl_patch.session.active_config(), device_type="cpu", rollout_tp=1)
+        prepare_model(reference, jetrl_patch.session.active_config(), device_type="cpu", rollout_tp=1)
     generator = torch.Generator().manual_seed(3)
 
     def log_probs_of(ids, **inputs):
