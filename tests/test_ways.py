@@ -40,8 +40,11 @@ LINEAR = EXACT.replace(align="linear")
 # ---- The tracer ----------------------------------------------------------------------------------
 
 @contextmanager
-def visited() -> Iterator[list[str]]:
-    """The project's files whose functions are called here, in order of the first call. Imports do not count."""
+def visited(apart: str = "") -> Iterator[list[str]]:
+    """The project's files whose functions are called here, in order of the first call. Imports do not count.
+
+    Nor does what is called from the folder ``apart``, if one is given.
+    """
     found: dict[str, None] = {}
     known: dict[CodeType, str] = {}
 
@@ -52,9 +55,9 @@ def visited() -> Iterator[list[str]]:
         inside = path.is_relative_to(ROOT / "jetrl_patch") or path.is_relative_to(ROOT / "adapters")
         return path.relative_to(ROOT).as_posix() if inside else ""
 
-    def importing(frame: FrameType | None) -> bool:
+    def left_out(frame: FrameType | None) -> bool:
         while frame is not None and frame.f_code is not walked.__code__:
-            if frame.f_code.co_name == "<module>":
+            if frame.f_code.co_name == "<module>" or (apart and known.get(frame.f_code, "").startswith(apart)):
                 return True
             frame = frame.f_back
         return False
@@ -65,7 +68,7 @@ def visited() -> Iterator[list[str]]:
             if code not in known:
                 known[code] = place(code)
             file = known[code]
-            if file and file not in found and not importing(frame):
+            if file and file not in found and not left_out(frame):
                 found[file] = None
 
     threading.setprofile(note)
@@ -79,11 +82,11 @@ def visited() -> Iterator[list[str]]:
         order += found
 
 
-def walked(action: Callable[[], object], after: Callable[[], object] = lambda: None) -> list[str]:
+def walked(action: Callable[[], object], after: Callable[[], object] = lambda: None, apart: str = "") -> list[str]:
     """The files of an action, called once before, so that nothing is loaded or built for the first time."""
     action()
     after()
-    with visited() as order:
+    with visited(apart) as order:
         action()
     after()
     return order
@@ -93,8 +96,7 @@ def walked(action: Callable[[], object], after: Callable[[], object] = lambda: N
 
 def enabling() -> list[str]:
     """``enable()``. The files of the frameworks' adapters, and what they call, are left out."""
-    order = walked(lambda: jetrl_patch.enable(EXACT), jetrl_patch.disable)
-    return [file for file in order if file.startswith("jetrl_patch/")]
+    return walked(lambda: jetrl_patch.enable(EXACT), jetrl_patch.disable, apart="adapters/")
 
 
 class Engine:

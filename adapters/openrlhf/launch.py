@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 from jetrl_patch.adapters.openrlhf import checkpoint
 from jetrl_patch.adapters.openrlhf.settings import PROGRAM, chosen, complete, problems, program_problem, reward_problems
 from jetrl_patch.config import Config
-from jetrl_patch.config.launches import Layout, Needs, Place, Pool, Saves, Shard
+from jetrl_patch.config.launches import Needs, Place, Pool, Saves, Storage, Stored
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
 
 __all__ = [
-    "asked_for", "chosen", "complete", "layout", "model_path", "needs", "needs_flash_attn", "problems",
-    "program_problem", "programs", "read", "saves",
+    "asked_for", "chosen", "complete", "model_path", "needs", "needs_flash_attn", "problems", "program_problem",
+    "programs", "read", "saves", "storage",
 ]  # fmt: skip
 
 
@@ -45,15 +45,15 @@ def needs(args: Any) -> Needs:
     )
 
 
-def layout(args: Any, config: Config) -> Layout:
+def storage(args: Any, config: Config) -> Storage:
     """Return where OpenRLHF keeps the policy: 16-bit weights and gradients, FP32 masters and moments, by ZeRO stage."""
     stage = int(args.ds.zero_stage)
     ranks = max(1, args.actor.num_nodes * args.actor.num_gpus_per_node // args.ds.tensor_parallel_size)
-    return Layout(
+    return Storage(
         trainer=f"ZeRO-{stage} over {ranks} rank{'' if ranks == 1 else 's'}",
-        weights=Shard(2.0, ranks if stage == 3 else 1),
-        gradients=Shard(4.0 if args.ds.grad_accum_dtype == "fp32" else 2.0, ranks if stage >= 2 else 1),
-        optimizer=Shard(4.0, ranks if stage >= 1 else 1),
+        weights=Stored(2.0, ranks if stage == 3 else 1),
+        gradients=Stored(4.0 if args.ds.grad_accum_dtype == "fp32" else 2.0, ranks if stage >= 2 else 1),
+        optimizer=Stored(4.0, ranks if stage >= 1 else 1),
         offloaded=("optimizer",) * bool(args.ds.adam_offload),
         tensor_parallel=int(args.vllm.tensor_parallel_size or 1),
         utilization=args.vllm.gpu_memory_utilization,

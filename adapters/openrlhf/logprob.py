@@ -15,7 +15,7 @@ from jetrl_patch.adapters.openrlhf import support
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.adapters.openrlhf.vision import NEVER
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.exact import attention
+from jetrl_patch.exact.sequences import mark
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.audit import sample
 
@@ -188,7 +188,7 @@ def actor_forward(
 def unpad_and_slice_tensor(original: Any, sequences: Any, attention_mask: Any, ring_attn_group: Any) -> Any:
     """Wrap ``openrlhf.models.actor.unpad_and_slice_tensor``: token ids [B, T] -> a packed row, its positions, and more."""
     found = original(sequences, attention_mask, ring_attn_group)
-    attention.mark(found[1], sequences.shape[0])
+    mark(found[1], sequences.shape[0])
     return found
 
 

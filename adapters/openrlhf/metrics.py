@@ -13,7 +13,7 @@ from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import correction, logprob, support, sync
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark, sampling_of
-from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
+from jetrl_patch.adapters.openrlhf.startup import ask_actors, require_patched
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.sync.orders import decode
@@ -221,7 +221,7 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
 def train_step(original: Any, self: Any, rollout_samples: Any, global_step: int) -> Any:
     """Wrap ``BasePPOTrainer.train_step``: add the plugin's metrics to the step's status, which OpenRLHF logs."""
     if DRIVER.audited is not self:  # before the first step
-        reports = audit(self)
+        reports = require_patched(self)
         DRIVER.version = max((report["version"] for report in reports), default=0)
         sync.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
         DRIVER.audited = self

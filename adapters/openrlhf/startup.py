@@ -134,7 +134,7 @@ def _dead(lock: Path, seconds: float) -> ConfigError:
 
 # ---- Before the first training step, check that every process of the run is patched like the driver
 
-def audit(trainer: Any) -> list[dict[str, Any]]:
+def require_patched(trainer: Any) -> list[dict[str, Any]]:
     """Compare the reports of the vLLM workers and of the actors that compute log-probs, and log each.
 
     Raises NotPatchedError if a process is not patched or has no FP8 layers, ConflictError if it has other settings.

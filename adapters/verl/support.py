@@ -83,7 +83,7 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
         return None
     *batch, width, _ = shape
     padded = batch and batch[0] > 1
-    pieces = _pieces(given, _lengths(micro_batch), width if padded else 1)
+    pieces = _pieces(given, _lengths(micro_batch), width if padded else None)
     rows, ranks = math.prod(shape[:-1]), get_ulysses_sequence_parallel_world_size()
     found = placed(pieces, rows * ranks)
     if ranks > 1:
@@ -92,10 +92,10 @@ def of_rows(micro_batch: Any, shape: Sequence[int]) -> Support | None:
     return found.to(micro_batch["input_ids"].device)
 
 
-def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], multiple: int) -> Iterator[tuple[int, Support]]:
+def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], rows: int | None) -> Iterator[tuple[int, Support]]:
     """The supports of each response, and the row of logits that predicts its first token.
 
-    ``multiple``: to which each sample's rows are padded.
+    ``rows``: of each sample, where samples are padded.
     """
     from jetrl_patch.exact.support import Support
 
@@ -110,7 +110,7 @@ def _pieces(given: Sequence[Any], lengths: Iterable[tuple[int, int]], multiple: 
                 required = f"one for each of {response} tokens"
                 raise AuditError(explain(what, required=required, found=str(len(found.counts)), fix=fix))
             yield start + tokens - response - 1, found.part(0, response)
-        start += -(-tokens // multiple) * multiple
+        start += rows or tokens
 
 
 def with_temperatures(micro_batch: Any) -> Any:

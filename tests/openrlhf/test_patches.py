@@ -34,10 +34,10 @@ def test_a_packed_row_tells_attention_how_many_sequences_it_has():
         jetrl_patch.enable(precision="fp8-unified", platform="cpu")
         import torch
         from openrlhf.models.actor import Actor
-        from jetrl_patch.exact import attention
+        from jetrl_patch.exact.sequences import bound
         class Model(torch.nn.Module):
             def forward(self, sequences, attention_mask, position_ids):
-                self.bound = attention.bound(position_ids)
+                self.bound = bound(position_ids)
                 return {"logits": torch.zeros(*sequences.shape, 12)}
         actor, mask = Actor(Model()), torch.ones(3, 7, dtype=torch.int64)
         mask[0, 5:] = mask[2, 3:] = 0

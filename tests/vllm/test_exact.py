@@ -29,7 +29,7 @@ def prompts_of(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list
 
 
 def scored_apart(job: Job, samples: Sequence[Sample]) -> tuple[Mismatch, Routes | None]:
-    from jetrl_patch.adapters.transformers.parity import score
+    from jetrl_patch.cli.parity.score import score
 
     rollout, scored = torch.tensor([value for s in samples for value in s.log_probs]), score(job, samples)
     return mismatch(scored.log_probs, rollout, torch.ones_like(rollout)), scored.routes

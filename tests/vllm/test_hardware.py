@@ -7,11 +7,11 @@ import torch
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.adapters.vllm.engine import device_problems
 from jetrl_patch.backends import capability, choose_backend, get_backend
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.trainer.prepare import prepare_model
 
 from ..models import build
 

@@ -193,8 +193,8 @@ def test_what_int8_cannot_take() -> None:
 @pytest.mark.slow
 def test_smoothing_brings_the_rollout_nearer_to_the_trainer(tmp_path: Any, engine: Callable[..., Any]) -> None:
     """A model with outlier channels: real samples of one engine, pushed plain and smoothed, scored by the BF16 trainer."""
-    from jetrl_patch.adapters.transformers.parity import score
     from jetrl_patch.adapters.vllm.sample import generate
+    from jetrl_patch.cli.parity.score import score
     from jetrl_patch.config import Config
     from tests.scaling.test_smoothing import IDS, with_outliers
 

@@ -151,8 +151,8 @@ def test_other_modes_are_as_close_as_without_limits(checkpoint: Callable[..., st
 
 def whole(job: Job, make: Any, requests: int = 7) -> Full:
     """The comparison over the vocabulary."""
-    from jetrl_patch.adapters.transformers.parity import score
     from jetrl_patch.adapters.vllm.sample import generate
+    from jetrl_patch.cli.parity.score import score
 
     samples = generate(make(job), prompts_of(requests, (1, 40)), 12, job.draws, full=True)
     found = score(job, samples).full

@@ -21,9 +21,9 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import AuditError, JetrlError, SyncError
-from jetrl_patch.adapters.transformers.parity import log_probs
 from jetrl_patch.adapters.vllm.sample import build_engine, generate, make_pictures
 from jetrl_patch.adapters.vllm.shards import hf_name
+from jetrl_patch.cli.parity.score import log_probs
 from jetrl_patch.exact import ops
 from jetrl_patch.measure.parity import Job, Sample
 from jetrl_patch.measure.pictures import Picture

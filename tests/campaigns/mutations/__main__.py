@@ -87,8 +87,8 @@ def judge(change: Change, trees: queue.Queue[Path]) -> str:
         options = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not e2e")
         command = [sys.executable, "-m", "pytest", *options, *change.tests]
         # without bytecode: that of a file which is written twice in a second could be stale
-        environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tree / "none")}
-        run = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, timeout=LIMIT)
+        own = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tree / "none"), "PYTHONPATH": str(tree)}
+        run = subprocess.run(command, cwd=tree, env={**os.environ, **own}, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         return "hangs"
     finally:

@@ -260,6 +260,10 @@ GROUPS = (
         ),
     ),
     Group(
+        "adapters/trl/correction.py", ("tests/trl/test_settings.py::test_acr_in_trls_own_loss",),
+        (("1 - lower, upper - 1", "1 - lower, upper"), ("full_like(upper, 1 - given[0])", "full_like(upper, given[0])")),
+    ),
+    Group(
         f"{_CORE}/fp8/expert_ranks.py", ("tests/fp8/test_expert_ranks.py",),
         (
             ("ranks.exchange(rows_PSH[by_home]", "ranks.exchange(rows_PSH"),
