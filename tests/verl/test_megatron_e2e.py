@@ -118,36 +118,49 @@ def test_context_parallelism(task):
     steps_of(task, f"{A}.megatron.context_parallel_size=2", f"{R}.tensor_model_parallel_size=1", processes=2)
 
 
+def run_scored_again(task, folder, *extra: str, hook: str = "", **variables: str) -> list[dict[str, float]]:
+    """The metrics of six steps whose samples may be older than the trainer's weights. Each sample is scored again by the exact
+    Hugging Face model of the version that made it."""
+    (folder / "sitecustomize.py").write_text(hook + DUMPER)
+    path = environ()["PYTHONPATH"]
+    run = Run(
+        task, f"trainer.default_local_dir={folder}", *SAVE, *extra, strategy="megatron", steps=6,
+        environ={"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": f"{folder}:{path}", "SAMPLES": str(folder), **variables},
+    )  # fmt: skip
+    assert run.wait(900) == 0, run.failure
+    checkpoints = folder / "global_step_{v}" / "actor" / "model" / "huggingface"
+    tokens, equal, versions, late = rescore(folder, 0, task / "model", str(checkpoints))
+    assert equal == tokens >= 500 and versions >= 3 and late > 0
+    assert len(run.metrics()) == 6
+    return run.metrics()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [TOGETHER, APART], ids=["colocate_async", "separate_async"])
 def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode):
-    """Samples may be older than the trainer's weights. Each is scored again by the exact Hugging Face model of its version."""
-    (tmp_path / "sitecustomize.py").write_text(DUMPER)
-    path = environ()["PYTHONPATH"]
-    run = Run(
-        task, f"trainer.default_local_dir={tmp_path}", *SAVE, *mode, strategy="megatron", steps=6,
-        environ={"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": f"{tmp_path}:{path}", "SAMPLES": str(tmp_path)},
-    )  # fmt: skip
-    assert run.wait(900) == 0, run.failure
-    checkpoints = tmp_path / "global_step_{v}" / "actor" / "model" / "huggingface"
-    tokens, equal, versions, late = rescore(tmp_path, 0, task / "model", str(checkpoints))
-    assert equal == tokens >= 500 and versions >= 3 and late > 0
-    for step in run.metrics():
+    for step in run_scored_again(task, tmp_path, *mode):
         assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0 and step["jetrl/sync_bytes"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [STAGES, APART], ids=["colocated", "apart"])
-def test_delta_syncs_to_an_engine_that_forgets(tmp_path, mode):
-    """Two stages, each with half of the layers, beside their engines; one process, and an engine of its own."""
+def test_delta_syncs_of_two_stages(tmp_path):
+    """Two stages, each with half of the layers, beside their engines, which have forgotten the base at the third sync."""
     task = delta.add_hook(make_task(tmp_path, fill=True, head_dim=128, num_hidden_layers=4))
-    path = f"{task / 'hook'}:{environ()['PYTHONPATH']}"
     run = Run(
-        task, delta.RATE, *mode, strategy="megatron", processes=1 if mode is APART else 2, steps=5,
-        environ={**delta.DELTA, "RESTARTS": "3", "PYTHONPATH": path},
+        task, delta.RATE, *STAGES, strategy="megatron", processes=2, steps=5,
+        environ={**delta.DELTA, "RESTARTS": "3", "PYTHONPATH": f"{task / 'hook'}:{environ()['PYTHONPATH']}"},
     )  # fmt: skip
     assert run.wait(900) == 0, run.failure
     delta.assert_deltas(run.metrics(), {3}, steps=5)
+
+
+@pytest.mark.slow
+def test_delta_syncs_to_an_engine_apart(task, tmp_path):
+    steps = run_scored_again(
+        task, tmp_path, delta.RATE, *APART, hook=f"HIT = {delta.HIT!r}\n{delta.HOOK}", JETRL_SYNC="delta", RESTARTS="3"
+    )
+    shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in steps]
+    assert shares.count(1.0) == 1 and sum(share < 0.1 for share in shares) == 5, shares
 
 
 #: stops the process that first sends a part of its second sync
