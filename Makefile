@@ -266,12 +266,13 @@ $(VENV)/veomni: requirements/veomni.txt | $(SELF)
 	$(PIP) --target $@ -r $<
 	@touch $@
 
-## installs Megatron-Core and a bridge, for the tests of verl's Megatron engine
+## installs Megatron-Core and bridges, for the tests of verl's Megatron engine, and TransformerEngine's Python
 megatron: $(VENV)/megatron
 
-$(VENV)/megatron: requirements/megatron.txt | $(SELF)
-	rm -rf $@
+$(VENV)/megatron: requirements/megatron.txt requirements/te.txt | $(SELF)
+	rm -rf $@ $(VENV)/te
 	$(PIP) --target $@ -r $<
+	$(PIP) --target $(VENV)/te -r requirements/te.txt
 	@touch $@
 
 ## installs TRL, for its demo and tests

@@ -1,4 +1,4 @@
-"""Stand-ins for TransformerEngine's classes, with the names that the code relies on; ``test_the_real_package`` checks them.
+"""Stand-ins for TransformerEngine's classes, with the names that the code relies on; ``test_te_package`` compares them.
 
 The quantizer follows TransformerEngine's formula: scale = 448 / amax (1 for 0), rounded down to a power of two if asked;
 q = e4m3(x * scale); s = 1 / scale. Scales of blocks are padded with columns to a multiple of 4, here with 7.
