@@ -41,7 +41,7 @@ class HeadExchange:
 
     def __init__(self, group: Any, cu_seqlens: Tensor, tokens: int) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
-        ranks = self._ranks
+        ranks, self.rank = self._ranks, dist.get_rank(group)
         at = torch.arange(ranks * tokens, device=cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens, at, right=True) - 1
         begins = cu_seqlens[sequence]
@@ -58,6 +58,14 @@ class HeadExchange:
         parts = x.view(tokens, self._ranks, heads // self._ranks, width).transpose(0, 1).contiguous()
         received: Tensor = _AllToAll.apply(parts, self._group)
         return received.flatten(0, 1)[self._place]
+
+    def to_all(self, x: Tensor) -> Tensor:
+        """What all heads share of this rank's tokens [t, 1, D] -> of all tokens, in order, [T, 1, D]."""
+        return self.to_heads(x.expand(-1, self._ranks, -1))
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's of R equal parts of [h, …], for all heads."""
+        return x.chunk(self._ranks)[self.rank]
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """This rank's heads of all tokens [T, h / R, D] -> all heads of this rank's tokens [t, h, D]."""

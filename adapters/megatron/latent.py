@@ -1,7 +1,8 @@
 """Latent attention (MLA) in a Megatron-Core model, in the absorbed form of exact mode (``exact.latent``).
 
 Parameters have the names of Megatron's TransformerEngine layers. Tensor-parallel ranks hold some heads. Each compresses its own
-tokens, with whole matrices, and gets the latents of the others' tokens.
+tokens, with whole matrices, and gets the latents of the others' tokens. So does each of the context-parallel ranks, which share
+these heads.
 
 Shape legend: T tokens, h heads of this rank, P width of a head without rotary part, R rotary part, L latent, V width of a value.
 """
@@ -14,6 +15,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from jetrl_patch.adapters.megatron.exchange import HeadExchange
 from jetrl_patch.adapters.megatron.layers import (
     Column,
     NormColumn,
@@ -52,9 +54,10 @@ class Absorbed(NormColumn):
         """Latents before the norm [..., L] -> BF16 [..., L]."""
         return ops.rms_norm(c, self.layer_norm_weight, self.eps)
 
-    def forward(self, x: Tensor, values: int = 0) -> Tensor:
-        """``into_latent``, or ``out_of_latent`` to values of this width."""
-        return out_of_latent(x, self.weight, values) if values else into_latent(x, self.weight)
+    def forward(self, x: Tensor, values: int = 0, exchange: HeadExchange | None = None) -> Tensor:
+        """``into_latent``, or ``out_of_latent`` to values of this width; with ``exchange`` of this rank's part of the heads."""
+        weight = self.weight if exchange is None else exchange.own(self.weight)
+        return out_of_latent(x, weight, values) if values else into_latent(x, weight)
 
 
 class LatentAttention(MegatronModule):
@@ -68,6 +71,7 @@ class LatentAttention(MegatronModule):
         self.latent, self.rotary, self.value = config.kv_lora_rank, config.qk_pos_emb_head_dim, config.v_head_dim
         self.key = config.qk_head_dim + self.rotary
         heads, down, row = config.num_attention_heads, bound(Compression, self.run), bound(Row, self.run)
+        self.group = None if config.context_parallel_size == 1 else pg_collection.cp
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
 
         def column(kind: type, inputs: int, outputs: int) -> Any:
@@ -93,12 +97,17 @@ class LatentAttention(MegatronModule):
         keys = whole_sequence(up, torch.cat((up.norm(latent), rotary), -1))  # [T, 1, L + R]
         query = self._queries(hidden_states).view(len(keys), -1, self.key)  # [T, h, P + R]
         cu_seqlens = boundaries(packed_seq_params)
-        cos, sin, _none = self.run.positions.places(cu_seqlens, query, None)
+        cos, sin, exchange = self.run.positions.places(cu_seqlens, query, self.group)
+        if exchange is not None:
+            query, keys = exchange.to_heads(query), exchange.to_all(keys)
         plain, turned = query.split((self.key - self.rotary, self.rotary), -1)
-        q = torch.cat((up(plain), rotated_pairs(turned, cos, sin)), -1)
+        q = torch.cat((up(plain, exchange=exchange), rotated_pairs(turned, cos, sin)), -1)
         k = torch.cat((keys[..., :L], rotated_pairs(keys[..., L:], cos, sin)), -1)
         attended = ops.attention_varlen(q, k, k[..., :L], cu_seqlens, self.run.latent_scale, False)
-        out, _none = self.linear_proj(up(attended, self.value).flatten(1).unsqueeze(1))
+        values = up(attended, self.value, exchange)
+        if exchange is not None:
+            values = exchange.to_tokens(values)
+        out, _none = self.linear_proj(values.flatten(1).unsqueeze(1))
         return out, None
 
     def _queries(self, hidden_states: Tensor) -> Tensor:

@@ -296,14 +296,16 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
     if mixture:
         _check_mixture(mixture[0], sizes)
-    if has_latent_attention(hf_config) and (sizes.cp > 1 or sizes.old_bridge):  # its one key head has no part for each rank
-        required, fix = "Megatron-Bridge and no context parallelism", "set both, or strategy=fsdp2"
-        found = f"vanilla_mbridge={sizes.old_bridge}, context_parallel_size={sizes.cp}"
-        raise ModelError(explain("latent attention in Megatron", required=required, found=found, fix=fix))
-    shared = int(getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads)
+    latent = has_latent_attention(hf_config)  # its one key head is on every rank
+    if latent and sizes.old_bridge:
+        fix = "set megatron.vanilla_mbridge=false, or strategy=fsdp2"
+        raise ModelError(explain("latent attention in Megatron", required="Megatron-Bridge", found="mbridge", fix=fix))
+    heads = int(hf_config.num_attention_heads)
+    shared = heads if latent else int(getattr(hf_config, "num_key_value_heads", None) or heads)
     ranks = sizes.tp * sizes.cp
     if config.exact and shared % ranks:
-        required, found = "whole key heads on each rank", f"{shared} key heads over {ranks} ranks"
+        kind = "heads" if latent else "key heads"
+        required, found = f"whole {kind} on each rank", f"{shared} {kind} over {ranks} ranks"
         fix = f"let tensor_model_parallel_size times context_parallel_size divide {shared}"
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
 

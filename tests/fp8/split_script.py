@@ -111,10 +111,16 @@ def heads(rank: int, ranks: int) -> dict[str, bool]:
     part = slice(rank * H // ranks, (rank + 1) * H // ranks)
     again = exchange.to_tokens(mine * 2)
     again.backward(own.detach())  # its gradient by the same way back, times two
+    one = own.detach()[:, :1].requires_grad_()
+    shared = exchange.to_all(one)
+    shared.backward(torch.full_like(shared, rank + 1))
     return {
         "heads": torch.equal(mine, every[:, part]),
         "tokens": torch.equal(again, own * 2),
         "gradient": torch.equal(own.grad, own.detach() * 2),
+        "shared": torch.equal(shared, every[:, :1]),
+        "gradient of shared": torch.equal(one.grad, torch.full_like(one, ranks * (ranks + 1) / 2)),
+        "part": torch.equal(exchange.own(every.transpose(0, 1)), every[:, part].transpose(0, 1)),
     }
 
 

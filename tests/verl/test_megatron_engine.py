@@ -102,6 +102,9 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"tp": 2, "rollout_ep": 2, "engine": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
          "override_transformer_config": RECOMPUTE}, "optimizer": {"use_checkpoint_opt_param_scheduler": True}},
     ),
+    "latent attention, context parallelism": (
+        "deepseek_v3", 2, {"engine": {"context_parallel_size": 2, "override_transformer_config": RECOMPUTE}},
+    ),
     "latent attention in interleaved stages": (
         "deepseek_v3-plain", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2}},
     ),

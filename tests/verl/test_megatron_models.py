@@ -68,11 +68,11 @@ def test_a_bridge_that_would_move_the_bias_of_routers(given, rate):
 
 def test_latent_attention():
     hf_config = config_of("deepseek_v3", n_shared_experts=2)
-    for accepted in (sizes(1), sizes(2), sizes(2)._replace(ep=2)):
+    for accepted in (sizes(1), sizes(1, cp=4), sizes(2, cp=2), sizes(2)._replace(ep=2)):
         megatron.check_model(hf_config, accepted, EXACT)
     for refused, match in (
-        (sizes(1, cp=2), "vanilla_mbridge=False, context_parallel_size=2. Set both, or strategy=fsdp2"),
-        (sizes(1)._replace(old_bridge=True), "required Megatron-Bridge and no context parallelism, found vanilla_mbridge=True"),
+        (sizes(2, cp=4), "required whole heads on each rank, found 4 heads over 8 ranks"),
+        (sizes(1)._replace(old_bridge=True), "required Megatron-Bridge, found mbridge. Set megatron.vanilla_mbridge=false"),
         (sizes(4), "4 heads of 64 over 4 ranks"),
     ):
         with pytest.raises(ModelError, match=match):

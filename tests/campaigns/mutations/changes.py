@@ -242,6 +242,7 @@ GROUPS = (
             ("torch.where(second, 2 * ranks - 1 - number, number)", "torch.where(second, number - ranks, number)"),
             ("+ second * chunk", ""),
             ("return received.flatten(0, 1)[self._place]", "return received.flatten(0, 1)"),
+            ("x.chunk(self._ranks)[self.rank]", "x.chunk(self._ranks)[0]"),
         ),
     ),
     Group(
