@@ -155,7 +155,11 @@ class Column(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """The bias is part of the result, because the rollout adds it to each layer's rounded product."""
-        return fp8_linear(whole_sequence(self, input_), self.weight, self.bias, self.fp8), None
+        return self.product(whole_sequence(self, input_)), None
+
+    def product(self, x: Tensor) -> Tensor:
+        """All tokens [T, B, K] -> BF16 [T, B, N / ranks]."""
+        return fp8_linear(x, self.weight, self.bias, self.fp8)
 
 
 class NormColumn(Column):
@@ -170,6 +174,29 @@ class NormColumn(Column):
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return super().forward(ops.rms_norm(input_, self.layer_norm_weight, self.eps))
+
+
+class HeadsColumn(NormColumn):
+    """``linear_qkv`` of heads narrower than an FP8 block: [queries, key, value] of one group of heads after another.
+
+    In the checkpoint all queries come first, then all keys, then all values, and a block holds rows of neighbors in that order.
+    So the product is computed in that order.
+    """
+
+    order: Tensor
+    back: Tensor
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        per_group = config.num_attention_heads // config.num_query_groups + 2
+        rows = torch.arange(len(self.weight), device=self.weight.device).view(-1, per_group, config.kv_channels)
+        order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("back", order.argsort(), persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[self.order]
+        return fp8_linear(x, self.weight[self.order], bias, self.fp8)[..., self.back]
 
 
 def whole_sequence(layer: Any, x: Tensor) -> Tensor:

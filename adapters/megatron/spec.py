@@ -33,6 +33,7 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact.modules import check_family
 from jetrl_patch.exact.trial import choose_ops
 from jetrl_patch.fp8.mixture import ExpertSplit
+from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.models.families import record_of
 from jetrl_patch.models.structure import has_latent_attention, text_config
 
@@ -112,8 +113,9 @@ def _layer(run: Run, transformer_config: Any, mixture: bool) -> ModuleSpec:
     column, row = bound(layers.NormColumn, run), bound(layers.Row, run)
     norm = layers.Norm if transformer_config.qk_layernorm else IdentityOp
     latent = bool(transformer_config.multi_latent_attention)
+    whole_blocks = transformer_config.kv_channels % BLOCK == 0
     attention = SelfAttentionSubmodules(
-        linear_qkv=column,
+        linear_qkv=column if whole_blocks else bound(layers.HeadsColumn, run),
         core_attention=bound(layers.Attention, run),
         linear_proj=row,
         q_layernorm=norm,

@@ -289,9 +289,9 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
         raise ModelError(explain("a mixture of experts in Megatron", required=required, found=found, fix=fix))
     if not config.fp8_train:
         return
-    wrong = list(_cut_widths(hf_config, sizes.tp))
+    wrong = list(_cut_widths(hf_config, sizes.tp, config.exact))
     if wrong:
-        required = "heads and a per-rank MLP width in multiples of 128, so that no FP8 block spans two layers or two ranks"
+        required = "heads and an MLP width in multiples of 128 rows per rank, so that no FP8 block spans two layers or two ranks"
         fix = "change megatron.tensor_model_parallel_size, or set strategy=fsdp2"
         raise ModelError(explain("the model with Megatron", required=required, found=", ".join(wrong), fix=fix))
     if mixture:
@@ -310,14 +310,19 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
         raise ModelError(explain("the model with Megatron", required=required, found=found, fix=fix))
 
 
-def _cut_widths(hf_config: Any, tp: int) -> Iterator[str]:
-    """Yield each width of a matrix, or of a tensor-parallel rank's part of it, that ends inside an FP8 block."""
+def _cut_widths(hf_config: Any, tp: int, exact: bool) -> Iterator[str]:
+    """Yield each width of a matrix, or of a tensor-parallel rank's part of it, that ends inside an FP8 block.
+
+    Exact mode's ``linear_qkv`` has the checkpoint's blocks whatever a head's width; TransformerEngine's has Megatron's order.
+    """
     heads, mixture = int(hf_config.num_attention_heads), expert_sizes(hf_config)
     if has_latent_attention(hf_config):  # a matrix each for queries and for values, so that only ranks can cut a block
         widths = (int(hf_config.qk_nope_head_dim) + int(hf_config.qk_rope_head_dim), int(hf_config.v_head_dim))
         yield from (f"{heads} heads of {width} over {tp} ranks" for width in widths if tp > 1 and heads * width % (128 * tp))
     elif (head := int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)) % 128:
-        yield f"head_dim={head}"
+        counts = {"heads": heads, "key heads": int(getattr(hf_config, "num_key_value_heads", None) or heads)}
+        cut = [f"{count} {kind} of {head} over {tp} ranks" for kind, count in counts.items() if count * head % (128 * tp)]
+        yield from cut if exact else [f"head_dim={head}"]
     all_mixtures = mixture is not None and not getattr(hf_config, "first_k_dense_replace", None)
     dense = 0 if all_mixtures else int(hf_config.intermediate_size)
     if dense % (128 * tp):

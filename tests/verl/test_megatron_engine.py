@@ -23,6 +23,7 @@ TOKENS = 118
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "num_hidden_layers": 4},
     "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2-narrow": {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4},
     "llama": {
         "head_dim": 128,
         "rope_parameters": {
@@ -36,7 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3-plain": {"q_lora_rank": None, "num_hidden_layers": 4},
 }  # fmt: skip
 #: quantized layers of the models
-LAYERS = {"qwen3": 28, "qwen2": 21, "llama": 21, "qwen3_moe": 84, "glm4_moe": 69, "deepseek_v3": 69, "deepseek_v3-plain": 96}
+LAYERS = {
+    "qwen3": 28, "qwen2": 21, "qwen2-narrow": 21, "llama": 21, "qwen3_moe": 84, "glm4_moe": 69, "deepseek_v3": 69,
+    "deepseek_v3-plain": 96,
+}  # fmt: skip
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: what verl's scripts set for Megatron's own experts, and routers
 OF_MEGATRONS_EXPERTS = {
@@ -108,6 +112,7 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "latent attention in interleaved stages": (
         "deepseek_v3-plain", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2}},
     ),
+    "heads narrower than a block": ("qwen2-narrow", 2, {"tp": 2}),
     "data parallelism": ("qwen3", 2, {"micro": 3, "engine": {"optimizer_offload": True}}),
 }  # fmt: skip
 

@@ -95,6 +95,18 @@ def test_a_block_that_would_hold_two_layers(options, tp, match):
     megatron.check_model(config_of("qwen3", head_dim=128), sizes(4), LINEAR)
 
 
+def test_heads_narrower_than_a_block():
+    """In exact mode they need not fill it, but no rank may cut one."""
+    narrow = config_of("qwen3", num_attention_heads=8, num_key_value_heads=4)
+    assert narrow.head_dim == 64
+    for accepted in (sizes(1), sizes(2), sizes(1, cp=4)):
+        megatron.check_model(narrow, accepted, EXACT)
+    with pytest.raises(ModelError, match="found 4 key heads of 64 over 4 ranks"):
+        megatron.check_model(narrow, sizes(4), EXACT)
+    with pytest.raises(ModelError, match="found 8 heads of 64 over 8 ranks, 4 key heads of 64 over 8 ranks, intermediate"):
+        megatron.check_model(narrow, sizes(8), EXACT)
+
+
 @pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2)])
 def test_ranks_that_would_share_a_key_head(tp, cp):
     with pytest.raises(ModelError, match="whole key heads on each rank, found 2 key heads over 4 ranks"):

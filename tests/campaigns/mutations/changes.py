@@ -37,6 +37,7 @@ def changes() -> Iterator[Change]:
 
 
 _CORE = "jetrl_patch"
+_NARROW = ("tests/verl/test_megatron_engine.py::test_log_probs_gradients_and_what_is_sent[heads narrower than a block]",)
 _LATENT = ("tests/verl/test_megatron_engine.py::test_log_probs_gradients_and_what_is_sent[latent attention, resumed]",)
 GROUPS = (
     Group(
@@ -244,6 +245,9 @@ GROUPS = (
             ("return received.flatten(0, 1)[self._place]", "return received.flatten(0, 1)"),
             ("x.chunk(self._ranks)[self.rank]", "x.chunk(self._ranks)[0]"),
         ),
+    ),
+    Group(
+        "adapters/megatron/spec.py", _NARROW, (("column if whole_blocks else bound(layers.HeadsColumn, run)", "column"),),
     ),
     Group(
         "adapters/megatron/latent.py", _LATENT,
