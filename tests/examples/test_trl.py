@@ -11,6 +11,7 @@ from examples.common.recipe import TASKS, Arm
 from examples.common.show import run_all
 from examples.common.tail import Follower
 from examples.trl.recipe import Recipe, step_of
+from tests.ray.cluster import free_port
 from tests.trl import LIMIT, TRL, needs_trl
 
 
@@ -28,6 +29,7 @@ def test_the_follower_leaves_out_the_summary_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(LIMIT)
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TRL))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # as in tests.trl
     recipe = Recipe.of(TASKS["words"], steps=2, prompts=4, samples=4, held_out=8)
     assert run_all(recipe, [Arm(precision="fp8-unified")], tmp_path, "title", "subtitle") == 0
     said = capsys.readouterr().out

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.ray.cluster import free_port
+
 #: what `make trl` installs
 TRL = Path(sys.prefix) / "trl"
 #: its version; empty if it is not installed
@@ -46,7 +48,8 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python on ``words``, as each of ``ranks`` ranks by torchrun, without the plugin's variables. ``given``: its input."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    own, python = {}, [sys.executable]
+    # TRL looks for a free port long before it listens there, and another run's TRL finds the same
+    own, python = {"MASTER_PORT": str(free_port())}, [sys.executable]
     if ranks > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         own["OMP_NUM_THREADS"] = "1"

