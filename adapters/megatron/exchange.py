@@ -60,11 +60,11 @@ class HeadExchange:
         return received.flatten(0, 1)[self._place]
 
     def to_all(self, x: Tensor) -> Tensor:
-        """What all heads share of this rank's tokens [t, 1, D] -> of all tokens, in order, [T, 1, D]."""
+        """What all heads share: of this rank's tokens, [t, 1, D] -> of all tokens, in order, [T, 1, D]."""
         return self.to_heads(x.expand(-1, self._ranks, -1))
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's of R equal parts of [h, …], for all heads."""
+        """The rows that belong to this rank's heads, of a tensor [rows, …] with equally many for each head."""
         return x.chunk(self._ranks)[self.rank]
 
     def to_tokens(self, x: Tensor) -> Tensor:

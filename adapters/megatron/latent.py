@@ -1,8 +1,8 @@
 """Latent attention (MLA) in a Megatron-Core model, in the absorbed form of exact mode (``exact.latent``).
 
 Parameters have the names of Megatron's TransformerEngine layers. Tensor-parallel ranks hold some heads. Each compresses its own
-tokens, with whole matrices, and gets the latents of the others' tokens. So does each of the context-parallel ranks, which share
-these heads.
+tokens, with whole matrices, and gets the latents of the others' tokens. Context-parallel ranks divide these heads among them, and
+get the latents of all tokens, too.
 
 Shape legend: T tokens, h heads of this rank, P width of a head without rotary part, R rotary part, L latent, V width of a value.
 """

@@ -118,7 +118,6 @@ def bias_rate(tf_config: Any) -> float:
     return float(tf_config.moe_router_bias_update_rate) if moves else 0.0
 
 
-
 @replacement
 def build_megatron_module(original: Any, self: Any) -> Any:
     """Wrap ``MegatronEngine._build_megatron_module``: finish or check the model, and keep what the sync needs."""
