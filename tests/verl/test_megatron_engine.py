@@ -176,8 +176,10 @@ def test_five_steps_beside_fsdp2(model, split):
     assert found["megatron and fp64"] == pytest.approx(found["fsdp2 and fp64"], abs=0.2)
     assert found["megatron and fsdp2"] > 20 and found["worst"] > 18
     assert len(found["norms"]) == 5
-    for ours, theirs in found["norms"]:
-        assert ours == pytest.approx(theirs, rel=0.02)
+    (first, its), *later = found["norms"]
+    assert first == pytest.approx(its, rel=0.005)
+    for ours, theirs in later:  # of weights that differ more with each step, by other amounts on other processors
+        assert ours == pytest.approx(theirs, rel=0.05)
     # Adam's first step moves every weight by the learning rate; where the signs of noise differ, twice that, rounded to BF16
     assert found["equal"] > 0.985 * found["weights"] and found["apart"] < 2.5
 
