@@ -112,7 +112,8 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "latent attention in interleaved stages": (
         "deepseek_v3-plain", 2, {"pp": 2, "micro": 3, "engine": {"virtual_pipeline_model_parallel_size": 2}},
     ),
-    "heads narrower than a block": ("qwen2-narrow", 2, {"tp": 2}),
+    # with scales that are powers of two, the wrong neighbors in a block could have the right scale
+    "heads narrower than a block": ("qwen2-narrow", 2, {"tp": 2, "plugin": {"scale_format": "fp32"}}),
     "data parallelism": ("qwen3", 2, {"micro": 3, "engine": {"optimizer_offload": True}}),
 }  # fmt: skip
 
