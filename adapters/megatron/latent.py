@@ -23,6 +23,7 @@ from jetrl_patch.adapters.megatron.layers import (
     Run,
     bound,
     boundaries,
+    context_ranks,
     whole_matrix,
     whole_sequence,
 )
@@ -71,7 +72,7 @@ class LatentAttention(MegatronModule):
         self.latent, self.rotary, self.value = config.kv_lora_rank, config.qk_pos_emb_head_dim, config.v_head_dim
         self.key = config.qk_head_dim + self.rotary
         heads, down, row = config.num_attention_heads, bound(Compression, self.run), bound(Row, self.run)
-        self.group = None if config.context_parallel_size == 1 else pg_collection.cp
+        self.group = context_ranks(config, pg_collection)
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
 
         def column(kind: type, inputs: int, outputs: int) -> Any:

@@ -245,7 +245,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.group = None if config.context_parallel_size == 1 else pg_collection.cp
+        self.group = context_ranks(config, pg_collection)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, packed_seq_params: Any, **__: Any
@@ -259,6 +259,11 @@ class Attention(nn.Module):
         if exchange is not None:
             attended = exchange.to_tokens(attended)
         return attended.reshape(query.shape[0], 1, -1)
+
+
+def context_ranks(config: Any, pg_collection: Any) -> Any:
+    """The group of ranks that each hold a part of every sequence; None if there is only one."""
+    return None if config.context_parallel_size == 1 else pg_collection.cp
 
 
 def boundaries(packed_seq_params: Any) -> Tensor:

@@ -26,7 +26,7 @@ from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, 
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.models.families import covering, uncovered
-from jetrl_patch.models.structure import expert_sizes, has_latent_attention
+from jetrl_patch.models.structure import expert_sizes, has_latent_attention, key_heads
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
@@ -121,9 +121,10 @@ _BALANCING = ("none", "aux_loss", "seq_aux_loss")
 #: losses of routers, which change no bit of a forward pass -> whether exact mode has a value
 _LOSSES: dict[str, Callable[[Any], bool]] = {
     "moe_router_load_balancing_type": lambda kind: kind in _BALANCING,
-    "moe_aux_loss_coeff": lambda factor: isinstance(factor, (int, float)) and factor >= 0,
-    "moe_z_loss_coeff": lambda factor: isinstance(factor, (int, float)) and factor >= 0,
-}
+    **dict.fromkeys(
+        ("moe_aux_loss_coeff", "moe_z_loss_coeff"), lambda factor: isinstance(factor, (int, float)) and factor >= 0
+    ),
+}  # fmt: skip
 #: the same of ``override_ddp_config``
 _HARMLESS_DDP = ("grad_reduce_in_fp32", "bucket_size", "overlap_grad_reduce", "average_in_collective")
 
@@ -300,8 +301,7 @@ def check_model(hf_config: Any, sizes: Sizes, config: Config) -> None:
     if latent and sizes.old_bridge:
         fix = "set megatron.vanilla_mbridge=false, or strategy=fsdp2"
         raise ModelError(explain("latent attention in Megatron", required="Megatron-Bridge", found="mbridge", fix=fix))
-    heads = int(hf_config.num_attention_heads)
-    shared = heads if latent else int(getattr(hf_config, "num_key_value_heads", None) or heads)
+    shared = int(hf_config.num_attention_heads) if latent else key_heads(hf_config)
     ranks = sizes.tp * sizes.cp
     if config.exact and shared % ranks:
         kind = "heads" if latent else "key heads"
@@ -320,7 +320,7 @@ def _cut_widths(hf_config: Any, tp: int, exact: bool) -> Iterator[str]:
         widths = (int(hf_config.qk_nope_head_dim) + int(hf_config.qk_rope_head_dim), int(hf_config.v_head_dim))
         yield from (f"{heads} heads of {width} over {tp} ranks" for width in widths if tp > 1 and heads * width % (128 * tp))
     elif (head := int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)) % 128:
-        counts = {"heads": heads, "key heads": int(getattr(hf_config, "num_key_value_heads", None) or heads)}
+        counts = {"heads": heads, "key heads": key_heads(hf_config)}
         cut = [f"{count} {kind} of {head} over {tp} ranks" for kind, count in counts.items() if count * head % (128 * tp)]
         yield from cut if exact else [f"head_dim={head}"]
     all_mixtures = mixture is not None and not getattr(hf_config, "first_k_dense_replace", None)

@@ -15,7 +15,7 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ULYSSES, Select, named, whole
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import has_delta_nets, has_latent_attention, is_vision_language
+from jetrl_patch.models.structure import has_delta_nets, has_latent_attention, is_vision_language, key_heads
 from jetrl_patch.patching.patch import replacement
 from jetrl_patch.trainer.rules import raised
 
@@ -102,7 +102,7 @@ def model_problems(select: Select, hf_config: Any) -> Iterator[JetrlError]:
     for size, path in sizes(select).items():
         yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
         heads = text.num_attention_heads
-        shared = getattr(text, "num_key_value_heads", None) or heads
+        shared = key_heads(text)
         if heads % size or (shared % size and size % shared):
             required = "a divisor of the query heads, and a divisor or multiple of the key/value heads"
             found = f"{heads} query and {shared} key/value heads"

@@ -17,7 +17,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact import delta_net, dispatch, flash3, kv_cache, latent, ops, tower
 from jetrl_patch.exact.modules import check_kernels
-from jetrl_patch.models.structure import has_latent_attention, text_config
+from jetrl_patch.models.structure import has_latent_attention, key_heads, text_config
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
 # In the ops, a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial compares each op's
@@ -383,7 +383,7 @@ def choose_ops(hf_config: Any, config: Config, device_type: str) -> None:
     check_kernels(hf_config, config, device_type)
     text = text_config(hf_config)
     heads = text.num_attention_heads
-    shared = getattr(text, "num_key_value_heads", None) or heads
+    shared = key_heads(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     if has_latent_attention(hf_config):
         shared, width = 1, text.kv_lora_rank + text.qk_rope_head_dim

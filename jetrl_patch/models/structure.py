@@ -90,6 +90,11 @@ def has_delta_nets(hf_config: Any) -> bool:
     return record_of(hf_config).delta_net
 
 
+def key_heads(text_config: Any) -> int:
+    """The key heads of a model's attention, each of which some query heads share."""
+    return int(getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads)
+
+
 def has_latent_attention(hf_config: Any) -> bool:
     """Whether the record of the model's family has latent attention (MLA)."""
     return bool(record_of(hf_config).absorbed)

@@ -19,6 +19,7 @@ import torch
 
 from jetrl_patch.backends import transformer_engine
 from jetrl_patch.backends.quantize import dequantize_weight
+from jetrl_patch.config.formats import FORMATS
 from jetrl_patch.errors import JetrlError
 from tests.fp8 import te_fakes
 
@@ -78,9 +79,9 @@ PARTS = (
 )  # fmt: skip
 
 
-def made(blockwise: Any, scale_format: str, **changed: Any) -> Any:
+def made(blockwise: Any, scale_format: Any, **changed: Any) -> Any:
     """A real ``Float8BlockwiseQTensor`` [200, 640] with the bytes and scales of a stand-in's."""
-    pow2 = scale_format == "pow2"
+    pow2 = FORMATS[scale_format].powers_of_two
     parts = te_fakes.quantized(torch.randn(200, 640).bfloat16(), pow2).parts
     quantizer = blockwise.Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False, force_pow_2_scales=pow2)
     parts = {**{name: parts[name] for name in PARTS}, "fp8_dtype": DType.kFloat8E4M3, "quantizer": quantizer, **changed}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import facts
+
+SCRIPT = Path(__file__).with_name("te_script.py")
 #: what `make megatron` installs
 TE = Path(sys.prefix) / "te"
 #: what the script changes of a recipe that is right otherwise -> what the error names
@@ -19,20 +18,10 @@ CHANGED = {"hybrid": "fp8_format=HYBRID", "rows": "w_block_scaling_dim=1", "over
 pytestmark = pytest.mark.skipif(not TE.is_dir(), reason=f"needs {TE}, which `make megatron` makes")
 
 
-def facts(scale_format: str, other: str, fp32_scales: int) -> dict:
-    """What ``te_script`` prints, with TransformerEngine's variable for FP32 scales."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "NVTE_", "COV"))}
-    environ |= {"NVTE_PROJECT_BUILDING": "1", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(fp32_scales), "PYTHONPATH": str(TE)}
-    command = [sys.executable, "-m", "tests.fp8.te_script", scale_format, other]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    assert lines, done.stderr[-4000:]
-    return json.loads(lines[-1].removeprefix("FACTS "))
-
-
 @pytest.mark.parametrize(("scale_format", "other", "fp32_scales"), [("pow2", "fp32", 0), ("fp32", "pow2", 1)])
 def test_its_own_classes(scale_format, other, fp32_scales):
-    found = facts(scale_format, other, fp32_scales)
+    variables = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(fp32_scales), "PYTHONPATH": str(TE)}
+    found = facts(SCRIPT, 0, scale_format, other, environ=variables)
     accepted = [name for name, error in found["recipes"].items() if error is None]
     assert accepted == ["Float8BlockScaling"] and len(found["recipes"]) >= 9
     for name in ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):

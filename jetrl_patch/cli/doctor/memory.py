@@ -9,6 +9,7 @@ from typing import Any
 from jetrl_patch import registry
 from jetrl_patch.config import Config
 from jetrl_patch.config.launches import Storage
+from jetrl_patch.models.structure import key_heads
 from jetrl_patch.trainer.preflight import built
 from jetrl_patch.trainer.rules import Memory
 
@@ -53,7 +54,7 @@ def _counted(model: Any, quantized: Any) -> Counted:
     from jetrl_patch.fp8.convert import share_of
 
     text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = key_heads(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
     cached = sum("linear" not in kind for kind in kinds)  # a delta net keeps a state of one size
